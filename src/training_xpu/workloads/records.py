@@ -1,0 +1,43 @@
+"""What ranks write while they train: `steps.jsonl` and `events.jsonl` in the run folder."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from training_xpu.records import Record
+
+
+class StepRecord(Record):
+    """One optimizer step of one rank. Seconds, bytes, tokens; null where an engine hides the phase."""
+
+    rank: int
+    step: int  # 1-based, counted over resumes
+    time: float  # Unix time at the end of the step
+    loss: float  # mean over this step's loss tokens of all ranks, natural log
+    gradient_norm: float | None
+    learning_rate: float
+    step_s: float
+    data_s: float | None
+    forward_s: float | None
+    backward_s: float | None
+    optimizer_s: float | None  # clipping, update, zeroing
+    communication_s: float | None
+    real_tokens: int  # this rank's, over all micro batches of the step
+    padded_tokens: int
+    loss_tokens: int  # positions that have a label
+    model_flops: float  # this rank's, forward and backward, no recompute
+    hardware_flops: float  # model_flops and what was recomputed
+    peak_memory_bytes: int | None  # accelerators: allocator peak of the step; CPU: peak resident set of the step
+
+
+class EventRecord(Record):
+    """Something that happens once: a phase, an evaluation, a checkpoint, a failure."""
+
+    rank: int
+    time: float
+    event: Literal["phase", "evaluation", "checkpoint", "live-bytes", "failure", "finished", "note"]
+    name: str = ""  # phase: building|training|saving; evaluation: before|after; failure: exception class or signal
+    detail: str = ""
+    step: int | None = None
+    value: float | None = None  # evaluation: loss; live-bytes: peak bytes
+    seconds: float | None = None
