@@ -1,0 +1,88 @@
+"""`ljperf`: the entry point, what all verbs share, and the newer form `ljperf --action VERB`."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import training_xpu
+from training_xpu.cli import console
+from training_xpu.cli.actions import action_form
+from training_xpu.errors import ExitCode, UserError
+
+app = typer.Typer(
+    name="ljperf",
+    help="Train large models and measure what each part of the stack gains.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ljperf {training_xpu.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code; errors become one or two lines on stderr."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    own, separator, foreign = _split_foreign(given)
+    debug = "--debug" in own
+    own = [a for a in own if a != "--debug"]
+    try:
+        outcome = app(args=[*action_form(own), *separator, *foreign], prog_name="ljperf", standalone_mode=False)
+        return outcome if isinstance(outcome, int) else int(ExitCode.DONE)
+    except UserError as error:
+        console.error(error.problem, error.remedy)
+        _show_traceback(debug)
+        return int(error.exit_code)
+    except typer.TyperException as error:
+        message = error.format_message().strip()
+        if message:
+            console.error(message, "" if "Did you mean" in message else "See ljperf --help.")
+        _show_traceback(debug)
+        return int(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        console.error("interrupted")
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader left; the interpreter would complain while it flushes
+        return int(ExitCode.FAILED)
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        console.error(f"{error.strerror or error}:{where}", "Free space or choose another folder with --output.")
+        _show_traceback(debug)
+        return int(ExitCode.FAILED)
+    except Exception as error:
+        console.error(f"{type(error).__name__}: {error}", "This is a fault of ljperf; run again with --debug to see where.")
+        _show_traceback(debug)
+        return int(ExitCode.FAILED)
+
+
+def _split_foreign(arguments: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """What stands after `--` belongs to the user's own command and is never looked at."""
+    if "--" not in arguments:
+        return arguments, [], []
+    at = arguments.index("--")
+    return arguments[:at], ["--"], arguments[at + 1 :]
+
+
+def _show_traceback(debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
