@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from training_xpu.errors import UserError
 
-
 RecordT = TypeVar("RecordT", bound="Record")
 
 

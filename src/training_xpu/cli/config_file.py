@@ -54,5 +54,7 @@ def _option_names(context: typer.Context) -> dict[str, str]:
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", callback=load, is_eager=True, help="YAML file that holds any option; the command line wins."),
+    typer.Option(
+        "--config", callback=load, is_eager=True, help="YAML file that holds any option; the command line wins."
+    ),
 ]

@@ -12,6 +12,11 @@ import typer
 import training_xpu
 from training_xpu.cli import console
 from training_xpu.cli.actions import action_form
+from training_xpu.cli.benchmark import benchmark
+from training_xpu.cli.env import env
+from training_xpu.cli.models import models
+from training_xpu.cli.runs import runs
+from training_xpu.cli.train import train
 from training_xpu.errors import ExitCode, UserError
 
 app = typer.Typer(
@@ -37,6 +42,10 @@ def root(
     ] = False,
 ) -> None:
     pass
+
+
+for verb in (benchmark, train, models, env, runs):
+    app.command()(verb)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +79,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _show_traceback(debug)
         return int(ExitCode.FAILED)
     except Exception as error:
-        console.error(f"{type(error).__name__}: {error}", "This is a fault of ljperf; run again with --debug to see where.")
+        console.error(
+            f"{type(error).__name__}: {error}", "This is a fault of ljperf; run again with --debug to see where."
+        )
         _show_traceback(debug)
         return int(ExitCode.FAILED)
 

@@ -16,14 +16,30 @@ RUN_FILE = "run.json"
 Status = Literal["running", "completed", "failed", "interrupted"]
 
 
+Verdict = Literal["faster", "slower", "same", "inconclusive"]
+
+ReproductionVerdict = Literal["identical", "within tolerance", "differs", "failed", "interrupted"]
+
+
 class Estimate(Record):
-    """A median with its spread over the measured steps and its bootstrap 95 % interval."""
+    """A median with its spread over the measured steps and its 95 % interval, see `perf.statistics.estimate`."""
 
     median: float
     p5: float
     p95: float
-    ci95: tuple[float, float]
+    ci95: tuple[float, float]  # one step tells nothing about the next: then 0 and infinity
     count: int
+
+
+class RatioEstimate(Record):
+    """Median of one arm over median of another, see `perf.statistics.ratio`."""
+
+    ratio: float
+    ci95: tuple[float, float]
+    count: int  # values of the arm above the line
+    count_reference: int
+    margin: float  # a ratio within 1 / (1 + margin) .. 1 + margin is the same for any practical purpose
+    verdict: Verdict  # of the arm above the line, against the reference
 
 
 class LossSummary(Record):
@@ -48,9 +64,9 @@ class Summary(Record):
     tokens_per_second_per_device: Estimate | None = None  # real tokens
     step_time_s: Estimate | None = None
     phases_s: dict[str, float | None] = Field(default_factory=dict)  # median per step: data, forward, ...
-    data_share: float | None = None  # data time / step time
+    data_share: float | None = None  # time spent waiting for data / step time, both summed over the measured steps
     real_token_share: float | None = None  # real / (real + padded)
-    model_flops_per_second: float | None = None
+    model_flops_per_second: float | None = None  # per device, as peak_flops: their quotient is the MFU
     mfu: float | None = None
     hfu: float | None = None
     mfu_formula: str = ""
@@ -82,6 +98,9 @@ class RunRecord(Record):
     failures: list[RankFailure] = Field(default_factory=list)
     summary: Summary | None = None
     feature_reports: list[dict[str, Any]] = Field(default_factory=list)
+    host: str | None = None  # digest of the host name; with the next two it tells whether the run's process still lives
+    pid: int | None = None
+    pid_started: float | None = None  # seconds after that machine's boot
 
 
 class ArmDocument(Record):
@@ -112,3 +131,66 @@ class BenchmarkDocument(Record):
     arms: list[ArmDocument]
     world_size: int
     fingerprint: dict[str, Any] = Field(default_factory=dict)
+
+
+class LossComparison(Record):
+    """Two loss curves of the same configuration, step by step."""
+
+    steps_compared: int
+    steps_expected: int  # steps the original has a loss for
+    identical: bool  # every compared loss equal bit for bit
+    within_tolerance: bool
+    first_difference: int | None = None  # step
+    largest_absolute: float = 0.0
+    largest_absolute_step: int | None = None
+    largest_relative: float = 0.0  # |a - b| / max(|a|, |b|)
+    largest_relative_step: int | None = None
+    tolerance: float  # relative, at each step; losses under 1 count as 1
+    tolerance_reason: str
+    evaluation_before: float | None = None  # relative difference of the evaluation losses
+    evaluation_after: float | None = None
+
+
+class Difference(Record):
+    """A field of the fingerprint that differs between the original run and its reproduction."""
+
+    field: str
+    original: Any
+    reproduction: Any
+
+
+class ReproductionDocument(Record):
+    """What `ljperf reproduce RUN --json` prints."""
+
+    original: Path
+    reproduction: Path
+    workload: str
+    arm: str
+    verdict: ReproductionVerdict
+    reason: str  # one sentence for the user
+    loss: LossComparison | None = None  # None: the reproduction wrote no step
+    throughput: RatioEstimate | None = None  # tokens per second and device, reproduction over original
+    differences: list[Difference] = Field(default_factory=list)
+
+
+class RunEntry(Record):
+    """One line of `ljperf runs --json`."""
+
+    run: Path
+    name: str
+    status: Status | Literal["unreadable"]
+    reason: str = ""
+    created: datetime | None = None
+    workload: str | None = None
+    arm: str | None = None
+    experiment: str | None = None
+    tokens_per_second_per_device: Estimate | None = None
+    mfu: float | None = None
+    loss: LossSummary | None = None
+
+
+class RunsDocument(Record):
+    """What `ljperf runs --json` prints, newest run first."""
+
+    runs_folder: Path
+    runs: list[RunEntry]

@@ -85,6 +85,10 @@ class JobConfig(Record):
     initial_weights: Path | None = None  # a local HF checkpoint to start from; None: random from the seed
     scale: Scale
     data: PreparedData
+    data_path: Path | None = None  # what the user named; None: the standard library's source
+    data_field: str | None = None
+    data_tokens: int | None = None  # training tokens after which preparing stopped
+    tokenizer_path: Path | None = None  # None: trained on the data
 
     dtype: Dtype = Dtype.BF16
     zero_stage: int = Field(default=3, ge=0, le=3)  # deepspeed only

@@ -6,6 +6,8 @@ from typing import Literal
 
 from training_xpu.records import Record
 
+PEAK_MEMORY_NOTE = "peak memory"  # name of the note that says what `StepRecord.peak_memory_bytes` counts
+
 
 class StepRecord(Record):
     """One optimizer step of one rank. Seconds, bytes, tokens; null where an engine hides the phase."""

@@ -1,0 +1,92 @@
+"""Going on from a checkpoint: with the settings of its run, and only those changed that may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from training_xpu import device
+from training_xpu.errors import UserError
+from training_xpu.perf.request import TrainingRequest
+from training_xpu.perf.resolve import TRAINED_MODEL, check_choices, check_numbers, choose_nproc, with_data_in_place
+from training_xpu.workloads import checkpoint
+from training_xpu.workloads.config import JobConfig
+from training_xpu.workloads.reporting import check_trackers
+
+# How an option of the command line is called in the job, where it fixes what is trained.
+FIXED = {
+    "model": "workload",
+    "zero": "zero_stage",
+    "dtype": "dtype",
+    "gradient_checkpointing": "gradient_checkpointing",
+    "packing": "packing",
+    "seq_len": "sequence_length",
+    "micro_batch": "micro_batch",
+    "gradient_accumulation": "gradient_accumulation",
+    "learning_rate": "learning_rate",
+    "warmup_steps": "warmup_steps",
+    "weight_decay": "weight_decay",
+    "clip": "gradient_clipping",
+    "seed": "seed",
+    "nproc": "nproc",
+    "nnodes": "nnodes",
+    "data": "data_path",
+    "data_field": "data_field",
+    "tokenizer": "tokenizer_path",
+}
+
+
+def given_options(context: Any) -> frozenset[str]:
+    """Names of the options the user wrote, on the command line or in `--config`."""
+    return frozenset(
+        name
+        for name in context.params
+        if (source := context.get_parameter_source(name)) is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
+    )
+
+
+def resume_job(request: TrainingRequest, given: frozenset[str], say: Callable[[str], None]) -> JobConfig:
+    """The job that goes on from `request.resume`.
+
+    Args:
+        given: the options the user wrote; one that contradicts the checkpoint's job is refused.
+
+    Raises:
+        UserError: there is no complete checkpoint, or a setting cannot change between its steps.
+    """
+    assert request.resume is not None
+    check_choices(request)
+    check_numbers(request)
+    check_trackers(list(request.report_to))
+    found = checkpoint.find_checkpoint(request.resume)
+    record = checkpoint.read_complete(found)
+    job = record.job
+    for option, name in FIXED.items():
+        before = getattr(job, name)
+        now = getattr(request, option)
+        if option in ("data", "tokenizer") and now is not None:
+            now = now.absolute()
+        if option in given and now != before:
+            raise UserError(
+                f"--{option.replace('_', '-')} {now}: the checkpoint was made with {before}",
+                "Leave the option out to go on, or start a new run.",
+            )
+    steps = request.steps or job.steps
+    if steps <= record.step:
+        raise UserError(
+            f"--steps {steps}: the checkpoint is at step {record.step} already", f"Such as: --steps {record.step * 2}"
+        )
+    choose_nproc(TrainingRequest(model=job.workload, nproc=job.nproc), len(device.torch_view().accelerators))
+    changes: dict[str, Any] = {
+        "steps": steps,
+        "resume_from": found.absolute(),
+        "save_every": request.save_every if "save_every" in given else job.save_every,
+        "keep_checkpoints": request.keep_checkpoints if "keep_checkpoints" in given else job.keep_checkpoints,
+        "eval_sequences": request.eval_sequences if "eval_sequences" in given else job.eval_sequences,
+        "measure_live_bytes": request.live_bytes,
+        "report_to": list(request.report_to),
+        "model_folder": TRAINED_MODEL if request.save_model else None,
+        "checkpoint_folder": request.save.absolute() if request.save is not None else found.absolute().parent,
+    }
+    say(f"resuming {job.workload} at step {record.step} from {found}")
+    return with_data_in_place(JobConfig.model_validate({**job.model_dump(), **changes}), say)

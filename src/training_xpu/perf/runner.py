@@ -1,0 +1,187 @@
+"""Runs one arm: a fresh set of processes, watched from start to end, whose record is kept whatever happens."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from training_xpu import envs, report
+from training_xpu.device import oom_kills
+from training_xpu.perf import store
+from training_xpu.perf.children import deaf_to_interrupts, end_tree
+from training_xpu.perf.environment import job_environment
+from training_xpu.perf.failures import collect_failures
+from training_xpu.perf.progress import ProgressDisplay, ProgressFollower
+from training_xpu.perf.records import RUN_FILE, RunRecord
+from training_xpu.perf.summary import summarise
+from training_xpu.workloads.config import JOB_FILE, EngineName, JobConfig
+from training_xpu.workloads.launch import LAUNCH_FILE
+from training_xpu.workloads.records import PEAK_MEMORY_NOTE
+
+POLL_SECONDS = 0.2
+RESERVE_FILE = ".reserve"
+RESERVE_BYTES = 512 * 1024
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How the nodes of a job find each other; the default is a single node on a free port."""
+
+    node_rank: int | None = None
+    endpoint: str = "localhost:0"
+    run_id: str = ""
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    features: list[str]
+
+
+@dataclass
+class RunContext:
+    """What all arms of one command share."""
+
+    runs_folder: Path
+    command: list[str]
+    display: ProgressDisplay
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    experiment: str | None = None
+    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    has_accelerator: bool = False
+    say: Callable[[str], None] = lambda text: None
+
+
+def launch_command(run_folder: Path, rendezvous: Rendezvous, parent: int) -> list[str]:
+    command = [sys.executable, "-m", "training_xpu.workloads.launch", str(run_folder), "--parent", str(parent)]
+    command += ["--rdzv-endpoint", rendezvous.endpoint]
+    if rendezvous.run_id:
+        command += ["--rdzv-id", rendezvous.run_id]
+    if rendezvous.node_rank is not None:
+        command += ["--node-rank", str(rendezvous.node_rank)]
+    return command
+
+
+def dry_run(job: JobConfig, arm: Arm, context: RunContext) -> str:
+    """The environment and command of an arm, as lines for a shell; nothing is created or started."""
+    folder = context.runs_folder / "RUN"
+    environment = job_environment(job, arm.features, folder, context.has_accelerator)
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
+    command = launch_command(folder, context.rendezvous, 0)
+    return "\n".join([*lines, shlex.join([part if part != "0" else "$$" for part in command]).replace("'$$'", "$$")])
+
+
+def run_arm(job: JobConfig, arm: Arm, context: RunContext) -> Path:
+    """Trains once and returns the run's folder, whose record says how it ended: completed, failed or interrupted."""
+    folder = store.create_run(context.runs_folder, job.workload, arm.name)
+    job = with_run_folder(job, folder)
+    environment = job_environment(job, arm.features, folder, context.has_accelerator)
+    record = RunRecord(
+        name=folder.name,
+        created=datetime.now(UTC),
+        command=context.command,
+        workload=job.workload,
+        arm=arm.name,
+        features=arm.features,
+        experiment=context.experiment,
+        config=job,
+        environment=environment,
+        fingerprint=context.fingerprint,
+        **store.owner(),
+    )
+    record.write(folder / RUN_FILE)
+    killed_before = oom_kills()
+    child = None
+    try:
+        (folder / RESERVE_FILE).write_bytes(b"\0" * RESERVE_BYTES)  # room for the closing record if the disk fills up
+        job.write(folder / JOB_FILE)
+        (folder / "logs").mkdir()
+        child_environment = envs.child_environment(environment)
+        if job.engine is EngineName.DEEPSPEED:
+            build_operations(child_environment, context.say)
+        with (folder / "logs" / "launcher.log").open("wb") as log:
+            child = subprocess.Popen(
+                launch_command(folder, context.rendezvous, os.getpid()),
+                env=child_environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C of the terminal reaches us alone, and we end the ranks in order
+            )
+        _watch(child, ProgressFollower(folder, job.steps, job.nproc), context.display)
+        record.status = "completed" if child.returncode == 0 else "failed"
+        if record.status == "failed":
+            record.reason, record.failures = collect_failures(folder, killed_before, oom_kills())
+    except KeyboardInterrupt as interrupt:
+        record.status = "interrupted"
+        record.reason = str(interrupt) or "SIGINT"
+    finally:
+        with deaf_to_interrupts():
+            if child is not None:
+                end_tree(child)
+            context.display.close()
+            close_record(record, folder)
+    return folder
+
+
+def close_record(record: RunRecord, folder: Path) -> None:
+    """Adds what was measured, however the run ended, and writes the record for good."""
+    (folder / RESERVE_FILE).unlink(missing_ok=True)
+    (folder / LAUNCH_FILE).unlink(missing_ok=True)
+    if record.status == "running":
+        record.status = "failed"
+        record.reason = record.reason or "ljperf itself failed"
+    record.finished = datetime.now(UTC)
+    assert record.config is not None
+    events = store.load_events(folder)
+    kinds = [event.detail for event in events if event.event == "note" and event.name == PEAK_MEMORY_NOTE]
+    record.summary = summarise(store.load_steps(folder), events, record.config, *kinds[:1])
+    record.feature_reports = feature_reports(folder / report.FOLDER_NAME)
+    record.write(folder / RUN_FILE)
+
+
+def feature_reports(folder: Path) -> list[dict[str, Any]]:
+    """What the processes of a job said about features; the lines about the processes themselves are left out."""
+    return [line.model_dump(mode="json", by_alias=True) for line in report.read(folder) if line.feature]
+
+
+def with_run_folder(job: JobConfig, folder: Path) -> JobConfig:
+    """The job with its relative outputs placed in the run folder."""
+    changes: dict[str, Any] = {}
+    if job.save_every and job.checkpoint_folder is None:
+        changes["checkpoint_folder"] = folder / "checkpoints"
+    if job.model_folder is not None and not job.model_folder.is_absolute():
+        changes["model_folder"] = folder / job.model_folder
+    return job.model_copy(update=changes)
+
+
+def build_operations(environment: dict[str, str], say: Callable[[str], None]) -> None:
+    """Builds DeepSpeed's native operations before the ranks need them; without a compiler the ranks do without."""
+    folder = environment["TORCH_EXTENSIONS_DIR"]
+    if not any(Path(folder).glob("fused_adam/*.so")):
+        say("building DeepSpeed's fused optimizer, once for this environment (about a minute)")
+    built = subprocess.run(
+        [sys.executable, "-m", "training_xpu.engines.deepspeed_ops", folder],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    failed = built.stdout.strip().splitlines()[-1:] if built.returncode == 0 else ["the build itself failed"]
+    if failed and "FusedAdamBuilder" in failed[0]:
+        say("DeepSpeed's fused optimizer cannot be built here (is g++ installed?); torch's AdamW is used instead")
+
+
+def _watch(child: subprocess.Popen[bytes], follower: ProgressFollower, display: ProgressDisplay) -> None:
+    while child.poll() is None:
+        display.update(follower.poll())
+        time.sleep(POLL_SECONDS)
+    display.update(follower.poll())

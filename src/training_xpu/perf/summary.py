@@ -1,0 +1,208 @@
+"""From the records of ranks to what a run measured.
+
+Definitions, all over the measured steps (complete on every rank, after the detected warm-up):
+
+- step time: the slowest rank's, since the others wait for it; saving a checkpoint or evaluating is no part of it
+- tokens per second and device: real tokens of all ranks / (ranks x step time); the median over steps is given
+- phase: mean over ranks, then median over steps
+- MFU, HFU: FLOPs of all ranks / (ranks x step time x peak FLOP/s of a rank), median over steps
+- data share: time spent waiting for data / step time, both summed, so that rare stalls count
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from training_xpu.perf.records import LossSummary, Summary
+from training_xpu.workloads.config import JobConfig
+from training_xpu.workloads.records import EventRecord, StepRecord
+
+Phase = Literal["data", "forward", "backward", "optimizer", "communication"]
+PHASES: tuple[Phase, ...] = ("data", "forward", "backward", "optimizer", "communication")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """One optimizer step of all ranks together. Seconds, bytes, tokens and FLOPs; sums are over ranks."""
+
+    step: int
+    ranks: int
+    step_s: float  # the slowest rank's
+    phases_s: dict[Phase, float | None]  # mean over ranks; None when a rank does not know
+    real_tokens: int
+    padded_tokens: int
+    model_flops: float
+    hardware_flops: float
+    peak_memory_by_rank: dict[int, int]
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        return self.real_tokens / (self.ranks * self.step_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The steps that count, in order, and how many before them are warm-up."""
+
+    steps: list[GroupStep]
+    warmup_steps: int
+    settled: bool  # False: step times were still drifting, see `statistics.WarmUp`
+
+
+def group_steps(steps: Iterable[StepRecord], config: JobConfig) -> list[GroupStep]:
+    """The steps that every rank has completed, in order of their number.
+
+    A rank killed in the middle leaves steps that others have and it has not: they are passed over. A step done twice,
+    before a restart and after it, counts once, as it was done last. Of a job on several nodes, whose nodes may write
+    to folders of their own, the ranks of each node that has written anything are expected.
+    """
+    by_step: dict[int, dict[int, StepRecord]] = {}
+    nodes: set[int] = set()
+    for record in steps:
+        by_step.setdefault(record.step, {})[record.rank] = record
+        nodes.add(record.rank // config.nproc)
+    expected = {node * config.nproc + local for node in nodes for local in range(config.nproc)}
+    return [_group(by_step[n]) for n in sorted(by_step) if _complete(by_step[n], expected)]
+
+
+def measured(steps: Iterable[StepRecord], config: JobConfig) -> Measured:
+    """Complete steps without the warm-up that `statistics.detect_warmup` finds in their times."""
+    from training_xpu.perf.statistics import detect_warmup
+
+    groups = group_steps(steps, config)
+    warmup = detect_warmup([g.step_s for g in groups])
+    return Measured(groups[warmup.steps :], warmup.steps, warmup.settled)
+
+
+def summarise(
+    steps: Sequence[StepRecord],
+    events: Sequence[EventRecord],
+    config: JobConfig,
+    peak_memory_kind: str = "",
+) -> Summary:
+    """What a run measured; never raises for lack of steps: what nobody measured is null.
+
+    Args:
+        steps: the content of steps.jsonl, in its order.
+        events: the content of events.jsonl, in its order.
+        config: of the job.
+        peak_memory_kind: what `StepRecord.peak_memory_bytes` counts on this device, `device.PeakMemory().kind`.
+    """
+    from training_xpu.perf.statistics import estimate
+
+    found = measured(steps, config)
+    groups = found.steps
+    summary = Summary(
+        steps_measured=len(groups),
+        warmup_steps=found.warmup_steps,
+        peak_flops=config.peak_flops_per_rank,
+        peak_source=config.peak_source,
+        live_bytes_peak=_live_bytes(events),
+        loss=_losses(steps, events),
+    )
+    if not groups:
+        return summary
+    summary.tokens_per_second_per_device = estimate([g.tokens_per_second_per_device for g in groups])
+    summary.step_time_s = estimate([g.step_s for g in groups])
+    summary.phases_s = {phase: _median(g.phases_s[phase] for g in groups) for phase in PHASES}
+    summary.data_share = _data_share(groups)
+    real, padded = sum(g.real_tokens for g in groups), sum(g.padded_tokens for g in groups)
+    summary.real_token_share = real / (real + padded) if real + padded else None
+    summary.peak_memory_bytes_by_rank = _peaks(groups)
+    if summary.peak_memory_bytes_by_rank:
+        summary.peak_memory_bytes = max(summary.peak_memory_bytes_by_rank.values())
+        summary.peak_memory_kind = peak_memory_kind
+    _add_utilisation(summary, groups, config.peak_flops_per_rank)
+    return summary
+
+
+def _complete(records: dict[int, StepRecord], expected: set[int]) -> bool:
+    return records.keys() >= expected and all(math.isfinite(r.step_s) and r.step_s > 0 for r in records.values())
+
+
+def _group(records: dict[int, StepRecord]) -> GroupStep:
+    ranks = [records[rank] for rank in sorted(records)]
+    return GroupStep(
+        step=ranks[0].step,
+        ranks=len(ranks),
+        step_s=max(r.step_s for r in ranks),
+        phases_s={
+            "data": _mean(ranks, lambda r: r.data_s),
+            "forward": _mean(ranks, lambda r: r.forward_s),
+            "backward": _mean(ranks, lambda r: r.backward_s),
+            "optimizer": _mean(ranks, lambda r: r.optimizer_s),
+            "communication": _mean(ranks, lambda r: r.communication_s),
+        },
+        real_tokens=sum(r.real_tokens for r in ranks),
+        padded_tokens=sum(r.padded_tokens for r in ranks),
+        model_flops=sum(r.model_flops for r in ranks),
+        hardware_flops=sum(r.hardware_flops for r in ranks),
+        peak_memory_by_rank={r.rank: r.peak_memory_bytes for r in ranks if r.peak_memory_bytes is not None},
+    )
+
+
+def _mean(ranks: list[StepRecord], seconds: Callable[[StepRecord], float | None]) -> float | None:
+    known = [s for s in map(seconds, ranks) if s is not None]
+    return sum(known) / len(known) if len(known) == len(ranks) else None
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return statistics.median(known) if known else None
+
+
+def _data_share(groups: list[GroupStep]) -> float | None:
+    known = [(g.phases_s["data"], g.step_s) for g in groups]
+    waits = [(data, step) for data, step in known if data is not None]
+    return sum(d for d, _ in waits) / sum(s for _, s in waits) if waits else None
+
+
+def _peaks(groups: list[GroupStep]) -> dict[int, int]:
+    peaks: dict[int, int] = {}
+    for group in groups:
+        for rank, size in group.peak_memory_by_rank.items():
+            peaks[rank] = max(size, peaks.get(rank, 0))
+    return dict(sorted(peaks.items()))
+
+
+def _add_utilisation(summary: Summary, groups: list[GroupStep], peak: float | None) -> None:
+    model = statistics.median(g.model_flops / (g.ranks * g.step_s) for g in groups)
+    hardware = statistics.median(g.hardware_flops / (g.ranks * g.step_s) for g in groups)
+    summary.model_flops_per_second = model or None  # none counted: not a rate of zero
+    if model and peak:
+        from training_xpu.workloads.flops import MFU_FORMULA
+
+        summary.mfu = model / peak
+        summary.hfu = hardware / peak
+        summary.mfu_formula = MFU_FORMULA
+
+
+def _live_bytes(events: Sequence[EventRecord]) -> int | None:
+    sizes = [e.value for e in events if e.event == "live-bytes" and e.value is not None and math.isfinite(e.value)]
+    return int(max(sizes)) if sizes else None
+
+
+def _losses(steps: Sequence[StepRecord], events: Sequence[EventRecord]) -> LossSummary:
+    """Losses as they are, NaN included; a step's loss is the same on all ranks, so that any rank's will do."""
+    curve = losses_by_step(steps)
+    evaluations = evaluation_losses(events)
+    return LossSummary(
+        first=curve[min(curve)] if curve else None,
+        last=curve[max(curve)] if curve else None,
+        eval_before=evaluations.get("before"),
+        eval_after=evaluations.get("after"),
+    )
+
+
+def losses_by_step(steps: Iterable[StepRecord]) -> dict[int, float]:
+    """Step -> training loss, also of steps that not every rank completed; the last record of a step wins."""
+    return {record.step: record.loss for record in steps}
+
+
+def evaluation_losses(events: Iterable[EventRecord]) -> dict[str, float]:
+    """`before` and `after` -> held-out loss."""
+    return {e.name: e.value for e in events if e.event == "evaluation" and e.value is not None}
