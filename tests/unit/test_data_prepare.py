@@ -16,7 +16,7 @@ from training_xpu.errors import UserError
 from training_xpu.workloads.config import PreparedData
 from training_xpu.workloads.data.holdout import Files, Wanted, write_split
 from training_xpu.workloads.data.prepare import prepare
-from training_xpu.workloads.data.tokenizer import TextTokenizer
+from training_xpu.workloads.data.tokenizer import TextTokenizer, adopt
 
 
 def quiet(text: str) -> None:
@@ -230,6 +230,11 @@ def test_users_tokenizer_by_file_and_with_unnamed_end(words: Path, tmp_path: Pat
     prepared = made(words, tmp_path / "cache", tokenizer=given / "tokenizer.json")
     assert prepared.eos_token_id == 2
     assert set(np.diff(np.load(prepared.train_offsets))) == {11}
+
+
+def test_size_of_a_users_tokenizer_is_its_largest_id(tmp_path: Path) -> None:
+    (tmp_path / "there already").mkdir()
+    assert adopt(word_tokenizer(tmp_path / "given", 60), tmp_path / "there already").size == 63
 
 
 def test_tokenizer_without_tokenizer_json_goes_through_transformers(words: Path, tmp_path: Path) -> None:

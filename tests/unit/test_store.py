@@ -120,6 +120,8 @@ def test_find_by_name_prefix_path_and_latest(three: Path) -> None:
     assert store.find_run("latest", three) == three / NEW
     assert store.find_run(three / OLD, three / "elsewhere") == three / OLD
     assert store.find_run(f"{three / OLD}/{RUN_FILE}", three) == three / OLD
+    (three / "20260401-000000-begins-just-now").mkdir()
+    assert store.find_run("latest", three) == three / NEW
 
 
 def test_an_exact_name_wins_over_longer_ones(three: Path) -> None:

@@ -91,7 +91,8 @@ def introduce(job: JobConfig) -> None:
     scale = job.scale
     console.note(f"{job.workload}: {scale.kind}, {scale.parameters / 1e6:,.1f} million parameters. {scale.reason}")
     console.note(
-        f"data: {job.data.source}, {job.data.train_token_count:,} training tokens in {job.data.document_count:,} documents"
+        f"data: {job.data.source}, {job.data.train_token_count:,} training tokens "
+        f"in {job.data.document_count:,} documents"
     )
     ranks = "1 rank" if job.world_size == 1 else f"{job.world_size} ranks"
     console.note(

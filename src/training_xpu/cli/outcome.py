@@ -51,7 +51,8 @@ def _explain(summary: Summary) -> None:
     )
     if summary.mfu is not None and summary.peak_flops is not None:
         console.result(
-            f"MFU against {summary.peak_flops / 1e9:,.0f} GFLOP/s per rank ({summary.peak_source}); HFU {summary.hfu:.1%}"
+            f"MFU against {summary.peak_flops / 1e9:,.0f} GFLOP/s per rank ({summary.peak_source}); "
+            f"HFU {summary.hfu:.1%}"
         )
     memory = f"peak memory: {summary.peak_memory_kind} of the largest rank"
     if summary.live_bytes_peak is not None:

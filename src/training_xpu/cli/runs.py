@@ -45,7 +45,10 @@ def runs(
     elif not entries:
         console.result(f"no runs in {folder}; start one with ljperf benchmark")
     else:
-        _print_list(entries, folder)
+        console.result(listing(entries))
+        for entry in entries:
+            if entry.reason:
+                console.note(f"{entry.name}: {entry.reason.splitlines()[0]}")
 
 
 def with_summary(folder: Path, record: RunRecord) -> RunRecord:
@@ -83,27 +86,34 @@ def _entry(path: Path, record: RunRecord | str) -> RunEntry:
     )
 
 
-def _print_list(entries: list[RunEntry], folder: Path) -> None:
-    console.table(
-        f"runs in {folder}",
-        ["run", "when", "workload", "arm", "status", "tokens/s/device", "MFU", "loss"],
-        [
-            [
-                entry.name,
-                _when(entry.created) if entry.created else UNKNOWN,
-                entry.workload or UNKNOWN,
-                entry.arm or UNKNOWN,
-                entry.status,
-                _rate(entry.tokens_per_second_per_device),
-                f"{entry.mfu:.1%}" if entry.mfu is not None else UNKNOWN,
-                f"{entry.loss.last:.3f}" if entry.loss and entry.loss.last is not None else UNKNOWN,
-            ]
-            for entry in entries
-        ],
-    )
-    for entry in entries:
-        if entry.reason:
-            console.note(f"{entry.name}: {entry.reason.splitlines()[0]}")
+COLUMNS = ("run", "when", "workload", "arm", "status", "tokens/s/device", "MFU", "loss")
+FIRST_NUMBER = 5  # columns from here on are aligned to the right
+
+
+def listing(entries: list[RunEntry]) -> str:
+    """One line per run, never folded: names are there to be copied and searched for."""
+    rows = [
+        (
+            entry.name,
+            _when(entry.created) if entry.created else UNKNOWN,
+            entry.workload or UNKNOWN,
+            entry.arm or UNKNOWN,
+            entry.status,
+            _rate(entry.tokens_per_second_per_device),
+            f"{entry.mfu:.1%}" if entry.mfu is not None else UNKNOWN,
+            _number(entry.loss.last if entry.loss else None),
+        )
+        for entry in entries
+    ]
+    widths = [max(len(row[i]) for row in (COLUMNS, *rows)) for i in range(len(COLUMNS))]
+    lines = []
+    for row in (COLUMNS, *rows):
+        cells = [
+            cell.ljust(width) if i < FIRST_NUMBER else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
 
 
 def page(folder: Path, record: RunRecord, output: Path | None) -> str:

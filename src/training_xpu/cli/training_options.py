@@ -113,7 +113,7 @@ def with_training_options(verb: Callable[..., int]) -> Callable[..., int]:
     signature = inspect.Signature([*shared, *own], return_annotation=int)
     wrapper.__signature__ = signature  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in (*shared, *own)}
-    del wrapper.__wrapped__  # type: ignore[attr-defined]  # else the signature of the verb itself would be found
+    del wrapper.__wrapped__  # else the signature of the verb itself would be found
     return wrapper
 
 

@@ -12,7 +12,7 @@ from training_xpu import device, envs
 from training_xpu.errors import CannotRunHere, UserError, nearest
 from training_xpu.perf.request import TrainingRequest
 from training_xpu.workloads import catalogue, proxy
-from training_xpu.workloads.config import Dtype, EngineName, JobConfig
+from training_xpu.workloads.config import Dtype, EngineName, JobConfig, PreparedData
 from training_xpu.workloads.data import tokenizer as tokenizers
 from training_xpu.workloads.data.prepare import prepare
 from training_xpu.workloads.reporting import PACKAGES, check_trackers
@@ -93,7 +93,7 @@ def resolve(request: TrainingRequest, default_steps: int, say: Callable[[str], N
     return JobConfig(
         workload=request.model,
         engine=engine,
-        model=scaled.config,
+        model=with_special_tokens(scaled.config, data),
         initial_weights=workload.initial_weights if scaled.scale.kind == "full" else None,
         scale=scaled.scale,
         data=data,
@@ -127,6 +127,12 @@ def resolve(request: TrainingRequest, default_steps: int, say: Callable[[str], N
         peak_flops_per_rank=peak_per_rank,
         peak_source=peak.source + shared,
     )
+
+
+def with_special_tokens(config: dict[str, Any], data: PreparedData) -> dict[str, Any]:
+    """The model's config with the tokenizer's special tokens, where scaling took its own away."""
+    own = {"eos_token_id": data.eos_token_id, "pad_token_id": data.pad_token_id}
+    return {**config, **{name: value for name, value in own.items() if config.get(name) is None}}
 
 
 def vocabulary_of(tokenizer: Path) -> int:

@@ -85,7 +85,7 @@ def find_run(name_or_path: str | Path, runs_folder: Path) -> Path:
     """The folder of a run.
 
     Args:
-        name_or_path: `latest`, a run's name or the beginning of exactly one name, or the path of a run folder or of
+        name_or_path: `latest` (whose record can be read), a run's name or the beginning of exactly one name, or the path of a run folder or of
             its run.json.
         runs_folder: where names are looked up.
 
@@ -99,7 +99,9 @@ def find_run(name_or_path: str | Path, runs_folder: Path) -> Path:
     if asked == LATEST:
         if not known:
             raise UserError(f"no runs in {runs_folder}", "Start one with ljperf benchmark.")
-        return list_runs(runs_folder)[0][0]
+        newest_first = list_runs(runs_folder)
+        readable = [folder for folder, record in newest_first if not isinstance(record, str)]
+        return readable[0] if readable else newest_first[0][0]
     by_name = {folder.name: folder for folder in known}
     if asked in by_name:
         return by_name[asked]

@@ -33,7 +33,8 @@ def by_hand() -> None:
 def through_accelerate() -> None:
     config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": ZERO}
     config["zero_allow_untested_optimizer"] = True
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    assert accelerator.distributed_type == "DEEPSPEED"
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     for _ in range(2):

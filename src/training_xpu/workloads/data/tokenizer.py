@@ -77,18 +77,18 @@ def load(folder: Path) -> TextTokenizer:
 
 
 def adopt(given: Path, folder: Path) -> TextTokenizer:
-    """Saves the user's tokenizer into a new folder that AutoTokenizer can load, with EOS, PAD and BOS named.
+    """Saves the user's tokenizer into a folder that AutoTokenizer can load, with EOS, PAD and BOS named.
 
     Args:
         given: a local folder of a HF tokenizer or checkpoint, or its tokenizer.json.
-        folder: is created.
+        folder: is created if need be.
 
     Raises:
         UserError: the path does not exist or holds no tokenizer that can be used.
     """
     origin = given.parent if given.name == TOKENIZER_FILE and given.is_file() else given
     check_given(given)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as converted:
         if not (origin / TOKENIZER_FILE).is_file():
             _convert(origin, Path(converted))
@@ -127,7 +127,7 @@ def check_given(given: Path) -> None:
 
 
 def train(texts: Iterable[str], vocabulary_size: int, folder: Path) -> TextTokenizer:
-    """Trains a byte-level BPE on the texts and saves it into a new folder that AutoTokenizer can load.
+    """Trains a byte-level BPE on the texts and saves it into a folder that AutoTokenizer can load.
 
     Every text can be encoded, since each byte is a token. Merges seen fewer than twice are not made, so little data
     gives a smaller vocabulary than asked for.
