@@ -164,7 +164,8 @@ def test_another_curve(tmp_path: Path) -> None:
     found = again(tmp_path, [*CURVE[:7], 5.0])
     assert found.verdict == "differs"
     assert exit_code(found) == 1
-    assert "10 % at step 8" in found.reason
+    assert found.reason == "the losses leave the tolerance of 2 % at step 8"
+    assert "relative 10.00% at step 8" in page(found)
     assert "tolerance: 2.0%" in page(found)
 
 

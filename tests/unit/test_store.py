@@ -46,6 +46,10 @@ def put(folder: Path, name: str, minutes: int = 0, **changes: Any) -> Path:
     return run
 
 
+def owned(**changes: Any) -> dict[str, Any]:
+    return {"status": "running", **store.owner(), **changes}
+
+
 OLD, MIDDLE, NEW = "20260301-120000-ddp-a-base", "20260301-120100-ddp-b-base", "20260302-120000-ddp-a-x"
 
 
@@ -187,22 +191,22 @@ def test_a_record_without_an_owner_is_believed(tmp_path: Path) -> None:
 
 
 def test_a_living_owner(tmp_path: Path) -> None:
-    assert store.load_run(put(tmp_path, OLD, status="running", **store.owner())).status == "running"
+    assert store.load_run(put(tmp_path, OLD, **owned())).status == "running"
 
 
 def test_an_owner_on_another_machine_is_believed(tmp_path: Path) -> None:
-    run = put(tmp_path, OLD, status="running", **{**store.owner(), "host": "another", "pid": 2**22 + 1})
+    run = put(tmp_path, OLD, **owned(host="another", pid=2**22 + 1))
     assert store.load_run(run).status == "running"
 
 
 def test_a_dead_owner_and_a_pid_used_again(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
-    dead = put(tmp_path, OLD, status="running", **{**store.owner(), "pid": child.pid})
+    dead = put(tmp_path, OLD, **owned(pid=child.pid))
     child.wait()
     assert store.load_run(dead).status == "failed"
     assert "ended without a word" in store.load_run(dead).reason
     assert RunRecord.read(dead / RUN_FILE).status == "running"  # the file stays as its owner left it
-    again = put(tmp_path, MIDDLE, status="running", **{**store.owner(), "pid_started": 0.01})
+    again = put(tmp_path, MIDDLE, **owned(pid_started=0.01))
     assert store.load_run(again).status == "failed"
 
 
@@ -211,7 +215,7 @@ def test_a_zombie_is_dead(tmp_path: Path) -> None:
     assert child.stdout is not None
     child.stdout.read()  # to its end; nobody has waited for the child yet
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    run = put(tmp_path, OLD, status="running", **{**store.owner(), "pid": child.pid, "pid_started": None})
+    run = put(tmp_path, OLD, **owned(pid=child.pid, pid_started=None))
     assert store.load_run(run).status == "failed"
     child.wait()
 
@@ -235,8 +239,7 @@ Invoke = Callable[..., Any]
 
 
 @pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    monkeypatch.setenv("TZ", "UTC")
+def invoke() -> Invoke:
     app = typer.Typer()
     app.command()(runs)
     return lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])

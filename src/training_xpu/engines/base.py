@@ -36,9 +36,9 @@ class EngineSettings:
 class TrainingEngine(Protocol):
     """One model under one engine, on one rank.
 
-    A step is `gradient_accumulation` times `forward` and `backward` inside `micro_batch`, then `update`. Losses given to
-    `backward` are means over a micro batch (or sums divided so that averaging over micro batches and ranks gives the
-    global mean).
+    A step is `gradient_accumulation` times `forward` and `backward` inside `micro_batch`, then `update`. A loss given
+    to `backward` is the mean over a micro batch, or a sum divided so that averaging over micro batches and ranks gives
+    the global mean.
     """
 
     name: str

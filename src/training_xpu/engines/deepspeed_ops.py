@@ -1,7 +1,8 @@
 """Builds DeepSpeed's native operations ahead, one process at a time: `python -m training_xpu.engines.deepspeed_ops`.
 
 torch's extension builder leaves a file named `lock` behind when it is killed, and every later build waits on it for
-ever. Here a kernel lock, which ends with its holder, guards the build, and whoever holds it removes what a killed build left.
+ever. Here a kernel lock, which ends with its holder, guards the build, and whoever holds it removes what a killed build
+left.
 """
 
 from __future__ import annotations

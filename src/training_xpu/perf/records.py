@@ -141,6 +141,7 @@ class LossComparison(Record):
     identical: bool  # every compared loss equal bit for bit
     within_tolerance: bool
     first_difference: int | None = None  # step
+    first_outside: int | None = None  # the first step outside the tolerance
     largest_absolute: float = 0.0
     largest_absolute_step: int | None = None
     largest_relative: float = 0.0  # |a - b| / max(|a|, |b|)

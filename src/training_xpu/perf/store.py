@@ -85,8 +85,8 @@ def find_run(name_or_path: str | Path, runs_folder: Path) -> Path:
     """The folder of a run.
 
     Args:
-        name_or_path: `latest` (whose record can be read), a run's name or the beginning of exactly one name, or the path of a run folder or of
-            its run.json.
+        name_or_path: `latest` (of those whose record can be read), a run's name or the beginning of exactly one
+            name, or the path of a run folder or of its run.json.
         runs_folder: where names are looked up.
 
     Raises:
