@@ -28,7 +28,7 @@ class TrainingRequest:
     clip: float = 1.0
     seed: int = 42
     eval_sequences: int = 16
-    dataloader_workers: int = 1
+    dataloader_workers: int = 0
     live_bytes: bool = True
     nproc: int | None = None
     nnodes: int = 1

@@ -147,9 +147,6 @@ def with_data_in_place(job: JobConfig, say: Callable[[str], None]) -> JobConfig:
     Raises:
         UserError: the data are not what they were.
     """
-    files = (job.data.train_tokens, job.data.train_offsets, job.data.eval_tokens, job.data.eval_offsets)
-    if all(file.is_file() for file in files) and job.data.tokenizer.is_dir():
-        return job
     data = prepare(
         job.data_path,
         job.tokenizer_path,

@@ -96,7 +96,7 @@ class JobConfig(Record):
     gradient_accumulation: int = Field(default=1, ge=1)
     sequence_length: int = Field(ge=2)  # tokens per sequence
     packing: bool = True
-    dataloader_workers: int = Field(default=1, ge=0)
+    dataloader_workers: int = Field(default=0, ge=0)
     gradient_checkpointing: bool = False
 
     steps: int = Field(default=40, ge=1)  # optimizer steps of the whole schedule

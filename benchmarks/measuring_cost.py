@@ -1,0 +1,102 @@
+"""What measuring adds to a step: the training loop with its metering against the same steps without, interleaved.
+
+Both arms run in the same processes, on the same model and engine, in turn; the bare arm does what a minimal script
+does: next batch, forward, backward, update, read the loss.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import finish, paired_ratio, parser, rounds_of
+
+LIMIT = 1.01
+
+
+def rank_main(job_folder: Path, rounds: int) -> None:
+    """Runs on every rank; rank 0 prints the seconds of each arm, round by round."""
+    import json
+
+    import torch.distributed as dist
+
+    from training_xpu import envs
+    from training_xpu.engines.model import compute_device
+    from training_xpu.workloads.config import JOB_FILE, JobConfig
+    from training_xpu.workloads.loop import TrainingLoop
+    from training_xpu.workloads.metrics import RunWriter, TokenCounts
+    from training_xpu.workloads.worker import init_process_group
+
+    place = envs.distributed()
+    config = JobConfig.read(job_folder / JOB_FILE)
+    device = compute_device(place.local_rank)
+    init_process_group(config)
+    loop = TrainingLoop(config, job_folder, RunWriter(job_folder, place.rank), device, False)
+    step = 0
+
+    def metered() -> None:
+        nonlocal step
+        step += 1
+        loop.meter.start() if step == 1 else loop.meter.go_on()
+        loop.step(step)
+
+    def bare() -> None:
+        nonlocal step
+        step += 1
+        batches = [b.to(device) for b in next(loop._batches)]
+        loss = loop._forward_backward(batches, TokenCounts(), lambda phase: None)
+        loop.engine.update(config.learning_rate * loop._ratio(step))
+        float(loss)
+
+    seconds: dict[str, list[float]] = {"metered": [], "bare": []}
+    for number in range(rounds + 2):
+        for name, run in (("metered", metered), ("bare", bare))[:: 1 if number % 2 else -1]:
+            dist.barrier()
+            begun = time.perf_counter()
+            run()
+            dist.barrier()
+            if number >= 2:
+                seconds[name].append(time.perf_counter() - begun)
+    if place.rank == 0:
+        (job_folder / "seconds.json").write_text(json.dumps(seconds))
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    options = parser(__doc__ or "", rounds=60, quick_rounds=12)
+    options.add_argument("--model", default="deepspeed/llama3-8b")
+    options.add_argument("--nproc", type=int, default=2)
+    options.add_argument("--rank-of", type=Path, default=None, help="internal: the job folder of a rank")
+    asked = options.parse_args()
+    if asked.rank_of is not None:
+        rank_main(asked.rank_of, rounds_of(asked))
+        return 0
+    import json
+
+    from job import start_ranks, write_job
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = write_job(Path(folder), asked.model, asked.nproc, steps=4 * rounds_of(asked) + 8)
+        command = [__file__, "--rank-of", folder, "--rounds", str(rounds_of(asked))]
+        try:
+            start_ranks(job, Path(folder), command)
+        except subprocess.CalledProcessError as error:
+            print(error.stderr[-2000:], file=sys.stderr)
+            raise
+        seconds = json.loads((Path(folder) / "seconds.json").read_text())
+    ratio = paired_ratio(seconds["metered"], seconds["bare"])
+    low, high = ratio.ci95
+    finish(
+        asked,
+        {"workload": asked.model, "ranks": asked.nproc, "ratio": ratio.model_dump(), "seconds": seconds},
+        f"{asked.model}, {asked.nproc} ranks: a metered step takes {ratio.median:.4f} of a bare one "
+        f"(95 % {low:.4f} to {high:.4f}; limit {LIMIT})",
+    )
+    return 0 if low <= LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
