@@ -58,6 +58,8 @@ def _explain(summary: Summary) -> None:
     if summary.live_bytes_peak is not None:
         memory += f"; live tensor bytes {summary.live_bytes_peak / 2**30:,.2f} GiB in a separate, untimed step"
     console.result(memory)
+    if summary.communication_s_profiled is not None:
+        console.result(f"collectives ran for {summary.communication_s_profiled:.3f} s of that step")
 
 
 def _number(estimate: Estimate | None, digits: int) -> str:

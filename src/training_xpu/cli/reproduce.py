@@ -64,9 +64,7 @@ def launcher(output: Path | None) -> Launch:
 
 def without_outputs(config: JobConfig) -> JobConfig:
     """The same training, writing nothing into the folders of the original run."""
-    return config.model_copy(
-        update={"save_every": 0, "checkpoint_folder": None, "model_folder": None, "report_to": []}
-    )
+    return config.model_copy(update={"save_every": 0, "checkpoint_folder": None, "model_folder": None, "report_to": []})
 
 
 def exit_code(document: ReproductionDocument) -> int:
@@ -110,7 +108,7 @@ def _throughput(ratio: RatioEstimate) -> str:
     verdict = {"same": "the same", "inconclusive": "inconclusive: too few or too uneven steps to tell"}
     return (
         f"tokens/s/device: {ratio.ratio:.3f} x the original, 95 % interval {low:.3f} - {high:.3f}: "
-        f"{verdict.get(ratio.verdict, ratio.verdict)}"
+        f"{verdict.get(ratio.verdict, ratio.verdict)} (one run each: what else ran on the machine is in it)"
     )
 
 

@@ -54,7 +54,7 @@ def shared_options(
         bool, typer.Option("--packing/--no-packing", help="Fill sequences, or pad documents.", rich_help_panel=DATA)
     ] = True,
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.", rich_help_panel=DATA)] = None,
-    dataloader_workers: Annotated[int, typer.Option(help="Processes per rank that read ahead.", rich_help_panel=DATA)] = 0,
+    dataloader_workers: Annotated[int, typer.Option(help="Per rank, to read ahead.", rich_help_panel=DATA)] = 0,
     eval_sequences: Annotated[
         int, typer.Option(help="Held-out sequences for the loss before and after; 0: none.", rich_help_panel=DATA)
     ] = 16,

@@ -76,6 +76,8 @@ class Summary(Record):
     peak_memory_kind: str = ""  # "allocator peak" | "peak resident set"
     peak_memory_bytes_by_rank: dict[int, int] = Field(default_factory=dict)
     live_bytes_peak: int | None = None  # live tensor bytes in the separate, unmeasured step, largest rank
+    # Seconds of that step in which a collective ran; profiled, so longer than in a measured step. Largest rank.
+    communication_s_profiled: float | None = None
     loss: LossSummary = Field(default_factory=LossSummary)
 
 

@@ -102,6 +102,9 @@ def summarise(
         peak_flops=config.peak_flops_per_rank,
         peak_source=config.peak_source,
         live_bytes_peak=_live_bytes(events),
+        communication_s_profiled=max(
+            (e.seconds for e in events if e.event == "live-bytes" and e.seconds), default=None
+        ),
         loss=_losses(steps, events),
     )
     if not groups:

@@ -42,4 +42,4 @@ class EventRecord(Record):
     detail: str = ""
     step: int | None = None
     value: float | None = None  # evaluation: loss; live-bytes: peak bytes
-    seconds: float | None = None
+    seconds: float | None = None  # how long it took; live-bytes: seconds in which a collective ran
