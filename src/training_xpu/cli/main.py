@@ -15,6 +15,7 @@ from training_xpu.cli.actions import action_form
 from training_xpu.cli.benchmark import benchmark
 from training_xpu.cli.env import env
 from training_xpu.cli.models import models
+from training_xpu.cli.reproduce import reproduce
 from training_xpu.cli.runs import runs
 from training_xpu.cli.train import train
 from training_xpu.errors import ExitCode, UserError
@@ -44,7 +45,7 @@ def root(
     pass
 
 
-for verb in (benchmark, train, models, env, runs):
+for verb in (benchmark, train, models, env, runs, reproduce):
     app.command()(verb)
 
 

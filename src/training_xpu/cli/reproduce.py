@@ -54,17 +54,12 @@ def launcher(output: Path | None) -> Launch:
         from training_xpu.perf.runner import Arm, run_arm
 
         with interrupt_on_signals():
-            job = with_data_in_place(without_outputs(config), console.note)
+            job = with_data_in_place(config, console.note)
             context = make_context(TrainingRequest(model=job.workload), job, runs_folder, 1)
             introduce(job)
             return run_arm(job, Arm(name=arm, features=features), context)
 
     return launch
-
-
-def without_outputs(config: JobConfig) -> JobConfig:
-    """The same training, writing nothing into the folders of the original run."""
-    return config.model_copy(update={"save_every": 0, "checkpoint_folder": None, "model_folder": None, "report_to": []})
 
 
 def exit_code(document: ReproductionDocument) -> int:
