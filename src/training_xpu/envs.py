@@ -1,8 +1,8 @@
 """Every environment variable the project reads, declared once; `os.environ` is touched in this file only.
 
-Runs inside `import torch` of every process, hence imports nothing but small parts of the standard library, and uses
-named tuples: a dataclass takes five times as long to define. The reference page of the variables is made from the
-declarations.
+`autoload` alone glances at it first, to see whether there is any reason to import this. Runs inside `import torch`,
+hence imports nothing but small parts of the standard library, and uses named tuples: a dataclass takes five times as
+long to define. The reference page of the variables is made from the declarations.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from training_xpu.errors import UserError, nearest
 
 Asked = Literal["true", "false", "auto"]
 Setter = Literal["user", "image", "ours"]
+
+PREFIX = "TRAINING_XPU_"  # what the names of the project's own variables begin with; autoload looks for it
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
@@ -89,7 +91,23 @@ _DECLARED = (
         _VERSION,
     ),
     Variable(
-        "XDG_CACHE_HOME", "path", "~/.cache", "Where caches go unless `TRAINING_XPU_CACHE` says.", _VERSION, "system"
+        "XDG_CACHE_HOME", "path", "~/.cache", "Caches go here, unless `TRAINING_XPU_CACHE` is set.", _VERSION, "system"
+    ),
+    Variable("PATH", "text", "", "Where `ljperf run` looks for the command.", _VERSION, "system"),
+    Variable("CXX", "text", "g++", "The C++ compiler that `ljperf env` names.", _VERSION, "system"),
+    Variable(
+        "OMP_NUM_THREADS", "integer", "", "Threads of a rank; `ljperf` sets it where you have not.", _VERSION, "system"
+    ),
+    Variable(
+        "TORCH_EXTENSIONS_DIR",
+        "path",
+        "",
+        "Where native operations are built, as torch defines it.",
+        _VERSION,
+        "system",
+    ),
+    Variable(
+        "WANDB_MODE", "text", "offline", "How `--report-to wandb` reports, as wandb defines it.", _VERSION, "system"
     ),
     Variable("RANK", "integer", "0", "Rank of this process among all.", _VERSION, "launcher"),
     Variable("WORLD_SIZE", "integer", "1", "Number of ranks on all nodes.", _VERSION, "launcher"),
@@ -137,12 +155,6 @@ def get(name: str) -> str | None:
     if name not in VARIABLES:
         raise KeyError(f"{name} is not declared in envs.py")
     return os.environ.get(name, "").strip() or None
-
-
-def anything_asked() -> bool:
-    """Whether any variable is set that could ask this package to do something; quick, and True rather too often."""
-    switches = {v.name for v in VARIABLES.values() if v.section == "feature"}
-    return any(name.startswith("TRAINING_XPU_") or name in switches for name in os.environ)
 
 
 def snapshot() -> dict[str, str]:

@@ -49,8 +49,10 @@ def register(feature: Feature) -> None:
     """Adds a feature to the list and declares its variable.
 
     Raises:
-        ValueError: the name or the variable is taken.
+        ValueError: the name or the variable is taken, or autoload would not notice the variable.
     """
+    if not feature.variable.startswith(envs.PREFIX):
+        raise ValueError(f"{feature.variable} does not begin with {envs.PREFIX}")
     if _FEATURES.get(feature.name, feature) != feature:
         raise ValueError(f"feature {feature.name} is registered twice")
     envs.declare(

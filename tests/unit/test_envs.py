@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_declared_variables_can_be_read() -> None:
     with pytest.raises(KeyError, match="not declared"):
-        envs.get("PATH")
+        envs.get("EDITOR")
 
 
 def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +159,8 @@ def test_variables_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {**envs.snapshot(), "TRAINING_XPU_REPORT": "/some where"}
     child = subprocess.Popen(["sleep", "60"], env=environment)
     try:
+        while not Path(f"/proc/{child.pid}/environ").read_bytes():  # the kernel is still starting the program
+            pass
         assert envs.of_process(child.pid, ["TRAINING_XPU_REPORT"]) == {"TRAINING_XPU_REPORT": "/some where"}
     finally:
         child.kill()
@@ -174,9 +177,17 @@ def test_every_declaration_is_complete_and_no_variable_promises_too_much() -> No
         assert sources.count(f'"{variable.name}"') >= 2, f"{variable.name} is declared and never read"
 
 
+def test_what_is_read_is_declared() -> None:
+    sources = "".join(p.read_text() for p in (Path(envs.__file__).parent).rglob("*.py"))
+    read = set(re.findall(r'snapshot\(\)(?:\.get\(|\[)"(\w+)"', sources))
+    assert read
+    assert read <= set(envs.VARIABLES)
+
+
 def test_importing_it_needs_neither_torch_nor_pydantic() -> None:
     code = (
-        "import sys, training_xpu, training_xpu.envs, training_xpu.report, training_xpu.features, training_xpu.autoload\n"
+        "import sys, training_xpu\n"
+        "from training_xpu import autoload, envs, features, report, roles\n"
         "print([m for m in ('torch', 'pydantic', 'typer') if m in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,6 +7,7 @@ import pytest
 from training_xpu.roles import role_of
 
 PYTHON = "/usr/bin/python3"
+SPAWNED = [PYTHON, "-c", "from multiprocessing.spawn import spawn_main; spawn_main(pipe=7)", "--multiprocessing-fork"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,12 @@ def test_launchers(command: list[str], arguments: list[str], monkeypatch: pytest
 @pytest.mark.parametrize(
     "command",
     [
-        [PYTHON, "-c", "from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=7)", "--multiprocessing-fork"],
+        [
+            PYTHON,
+            "-c",
+            "from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=7)",
+            "--multiprocessing-fork",
+        ],
         [PYTHON, "-s", "-c", "from multiprocessing.resource_tracker import main;main(5)"],
         [PYTHON, "-c", "from multiprocessing.forkserver import main; main(4, 5, ['__main__'], **{})"],
         [PYTHON, "/venv/lib/torch/_inductor/compile_worker/__main__.py", "--workers=2"],
@@ -84,6 +90,6 @@ def test_ljperf_under_a_launcher_trains_in_its_own_process(monkeypatch: pytest.M
 def test_a_helper_of_a_rank_stays_a_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert role_of([PYTHON, "-c", "from multiprocessing.spawn import spawn_main; x", "--multiprocessing-fork"], ["-c"]) == (
-        "helper"
-    )
+    assert role_of(
+        [PYTHON, "-c", "from multiprocessing.spawn import spawn_main; x", "--multiprocessing-fork"], ["-c"]
+    ) == ("helper")

@@ -12,7 +12,6 @@ import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as c10d
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
-from torch.utils.checkpoint import checkpoint
 
 from training_xpu import seams
 from training_xpu.seams.base import Patch
@@ -61,11 +60,22 @@ def tiny() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
 
 
+class Own(torch.nn.Module):
+    """torch.compile does not look into torch's own containers when they are the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = tiny()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + 1
+
+
 X = torch.ones(2, 4)
 
 
 def test_unknown_seam() -> None:
-    with pytest.raises(Exception, match="unknown seam 'steps'\nDid you mean step?"):
+    with pytest.raises(Exception, match=r"unknown seam 'steps'\nDid you mean step\?"):
         seams.by_name("steps")
 
 
@@ -205,7 +215,9 @@ class TestFaults:
         logging.getLogger("training_xpu").propagate = True
         seams.STEP.subscribe(lambda step: 1 / 0, "bad")
         train(tiny(), 2)
-        assert [r.getMessage() for r in caplog.records] == ["bad left the step seam: ZeroDivisionError: division by zero"]
+        assert [r.getMessage() for r in caplog.records] == [
+            "bad left the step seam: ZeroDivisionError: division by zero"
+        ]
 
 
 class TestProcessGroup:
@@ -314,13 +326,12 @@ class TestRootForward:
     @pytest.mark.parametrize("evaluate_first", [False, True])
     def test_compiled_in_place_with_a_full_graph(self, evaluate_first: bool) -> None:
         roots = self.watch()
-        model = tiny()
+        model = Own()
         model.compile(backend="eager", fullgraph=True)
         if evaluate_first:
             with torch.no_grad():
                 model(X)
             assert roots == []
-            torch._dynamo.config.error_on_recompile = False
         model(X)
         assert roots == [model]
         assert model._compiled_call_impl.__module__ != "training_xpu.seams.root_forward"
@@ -335,7 +346,7 @@ class TestRootForward:
 
     def test_a_function_compiled_around_the_model_still_runs_whole(self) -> None:
         self.watch()
-        model = tiny()
+        model = Own()
 
         @torch.compile(backend="eager", fullgraph=True)
         def loss(x: torch.Tensor) -> torch.Tensor:
@@ -383,196 +394,3 @@ def train(model: torch.nn.Module, steps: int, optimizer: torch.optim.Optimizer |
         model(X).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-class TestStep:
-    @pytest.fixture
-    def steps(self) -> list[seams.Step]:
-        heard: list[seams.Step] = []
-        seams.STEP.subscribe(heard.append, "t")
-        return heard
-
-    def test_index_and_time(self, steps: list[seams.Step]) -> None:
-        import time
-
-        before = time.monotonic()
-        train(tiny(), 3)
-        assert [s.index for s in steps] == [1, 2, 3]
-        assert before <= steps[0].time <= steps[1].time <= steps[2].time <= time.monotonic()
-
-    def test_gradient_accumulation(self, steps: list[seams.Step]) -> None:
-        model = tiny()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for micro_batch in range(6):
-            model(X).sum().backward()
-            if micro_batch % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert len(steps) == 2
-
-    def test_one_parameter_group_after_the_other_as_under_zero_3(self, steps: list[seams.Step]) -> None:
-        model = tiny()
-        parameters = list(model.parameters())
-        optimizer = torch.optim.AdamW(parameters)
-        for _ in range(2):
-            model(X).sum().backward()
-            for parameter in parameters:
-                optimizer.param_groups[0]["params"] = [parameter]
-                optimizer.step()
-                optimizer.param_groups[0]["params"] = []
-            model.zero_grad()
-        assert len(steps) == 2
-
-    def test_two_optimizers_after_one_backward(self, steps: list[seams.Step]) -> None:
-        model = tiny()
-        pair = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.AdamW(model[1].parameters())]
-        for _ in range(3):
-            model(X).sum().backward()
-            for optimizer in pair:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert len(steps) == 3
-
-    def test_two_models_in_turns_take_two_steps(self, steps: list[seams.Step]) -> None:
-        a, b = tiny(), tiny()
-        pair = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (a, b)]
-        for _ in range(3):
-            for model, optimizer in pair:
-                train(model, 1, optimizer)
-        assert len(steps) == 6
-
-    def test_a_second_model_after_the_first(self, steps: list[seams.Step]) -> None:
-        train(tiny(), 2)
-        train(tiny(), 3)
-        assert len(steps) == 5
-
-    def test_one_optimizer_per_parameter_inside_backward(self, steps: list[seams.Step]) -> None:
-        model = tiny()
-        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-
-        def update(parameter: torch.Tensor) -> None:
-            optimizers[parameter].step()  # type: ignore[index]
-            optimizers[parameter].zero_grad()  # type: ignore[index]
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(update)
-        for _ in range(2):
-            model(X).sum().backward()
-        assert len(steps) == 2
-
-    def test_a_recomputing_layer_starts_no_step_of_its_own(self, steps: list[seams.Step]) -> None:
-        model = tiny()
-        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
-        for _ in range(2):
-            hidden = X.clone().requires_grad_()
-            for layer in model:
-                hidden = checkpoint(layer, hidden, use_reentrant=True)
-            hidden.sum().backward()
-        assert len(steps) == 2
-
-    def test_lbfgs_evaluates_its_closure_many_times(self, steps: list[seams.Step]) -> None:
-        model = tiny()
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-        evaluations = 0
-
-        def closure() -> torch.Tensor:
-            nonlocal evaluations
-            evaluations += 1
-            optimizer.zero_grad()
-            loss = (model(X) - 1).square().sum()
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            optimizer.step(closure)
-        assert evaluations > 2
-        assert len(steps) == 2
-
-    def test_a_gradient_scaler_skips_after_an_overflow(self, steps: list[seams.Step]) -> None:
-        model = tiny()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        for loss_factor in (1.0, float("inf"), 1.0):
-            scaler.scale(model(X).sum() * loss_factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        assert len(steps) == 2
-
-    def test_a_fused_optimizer_that_skips_by_itself(self, steps: list[seams.Step]) -> None:
-        model = tiny()
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        for loss_factor in (1.0, float("inf"), 1.0):
-            scaler.scale(model(X).sum() * loss_factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        assert len(steps) == 2
-
-    def test_a_call_without_gradients_updates_nothing(self, steps: list[seams.Step]) -> None:
-        model = tiny()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.step()
-        train(model, 1, optimizer)
-        optimizer.step()
-        assert len(steps) == 1
-
-    def test_an_optimizer_around_another_counts_once(self, steps: list[seams.Step]) -> None:
-        class Outer(torch.optim.Optimizer):
-            def __init__(self, inner: torch.optim.Optimizer) -> None:
-                super().__init__(inner.param_groups, {})
-                self.inner = inner
-
-            def step(self, closure: Any = None) -> None:  # type: ignore[override]
-                self.inner.step()
-
-        model = tiny()
-        train(model, 3, Outer(torch.optim.SGD(model.parameters(), lr=0.1)))
-        assert len(steps) == 3
-
-    def test_an_optimizer_that_failed_once_goes_on(self, steps: list[seams.Step]) -> None:
-        class Fails(torch.optim.SGD):
-            fails = True
-
-            def step(self, closure: Any = None) -> None:  # type: ignore[override]
-                if Fails.fails:
-                    raise MemoryError
-
-        model = tiny()
-        optimizer = Fails(model.parameters(), lr=0.1)
-        model(X).sum().backward()
-        with pytest.raises(MemoryError):
-            optimizer.step()
-        Fails.fails = False
-        optimizer.step()
-        train(model, 2, optimizer)
-        assert len(steps) == 3
-
-    def test_gradients_without_backward(self, steps: list[seams.Step]) -> None:
-        model = tiny()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        parameters = list(model.parameters())
-        for _ in range(3):
-            for parameter, gradient in zip(parameters, torch.autograd.grad(model(X).sum(), parameters), strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-        assert len(steps) == 3
-
-    def test_training_inside_compiled_functions_is_not_disturbed(self, steps: list[seams.Step]) -> None:
-        model = tiny()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        @torch.compile(backend="eager")
-        def update() -> None:
-            optimizer.step()
-
-        before = model[0].weight.detach().clone()
-        model(X).sum().backward()
-        update()
-        assert not torch.equal(before, model[0].weight)
-
-    def test_hooks_come_and_go(self, steps: list[seams.Step]) -> None:
-        assert hooks() == 2

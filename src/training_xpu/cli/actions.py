@@ -11,17 +11,23 @@ RENAMED = {"--model-name": "--model"}
 def action_form(arguments: list[str]) -> list[str]:
     """Rewrites `--action VERB --some_option x` into `VERB --some-option x`; anything else is returned as it is.
 
+    The action may stand anywhere among the options, as long as no verb stands in front of them.
+
     Raises:
         UserError: the action is missing or unknown.
     """
-    if not arguments or not (arguments[0] == "--action" or arguments[0].startswith("--action=")):
+    if not arguments or not arguments[0].startswith("-"):
         return arguments
-    if arguments[0] == "--action":
-        if len(arguments) < 2:
+    at = next((i for i, a in enumerate(arguments) if a == "--action" or a.startswith("--action=")), None)
+    if at is None:
+        return arguments
+    before, found, after = arguments[:at], arguments[at], arguments[at + 1 :]
+    if found == "--action":
+        if not after:
             raise UserError("--action needs a value", "Known: " + ", ".join(ACTIONS))
-        verb, rest = arguments[1], arguments[2:]
+        verb, rest = after[0], [*before, *after[1:]]
     else:
-        verb, rest = arguments[0].removeprefix("--action="), arguments[1:]
+        verb, rest = found.removeprefix("--action="), [*before, *after]
     if verb not in ACTIONS:
         raise UserError(f"unknown action {verb!r}", nearest(verb, ACTIONS))
     return [verb, *(_dashed(a) for a in rest)]

@@ -107,11 +107,22 @@ def train_under_launcher(
     default_steps: int,
     output: Path | None,
     as_json: bool,
+    dry_run: bool,
     given: frozenset[str],
 ) -> int | None:
     """Trains as one rank of a launcher that has set RANK; None where there is none."""
     if not envs.distributed().launched:
         return None
+    for option, asked in (
+        ("--dry-run", dry_run),
+        ("--node-rank", "node_rank" in given),
+        ("--rdzv-endpoint", "rdzv_endpoint" in given),
+        ("--rdzv-id", "rdzv_id" in given),
+    ):
+        if asked:
+            raise UserError(
+                f"{option} works where ljperf starts the ranks; here a launcher has", f"Leave {option} out."
+            )
     if arm.features:
         raise UserError(
             "--features works where ljperf starts the ranks; here a launcher has",
@@ -122,7 +133,9 @@ def train_under_launcher(
     shown = train_as_rank(request, default_steps, (output or envs.runs_folder()).absolute(), given, console.note)
     if shown is not None:
         _print(shown, as_json)
-    return ExitCode.DONE
+    from training_xpu.workloads.process import leave
+
+    leave(ExitCode.DONE)
 
 
 def _print(shown: BenchmarkDocument, as_json: bool) -> None:

@@ -14,8 +14,10 @@ from training_xpu.cli import console
 from training_xpu.cli.actions import action_form
 from training_xpu.cli.benchmark import benchmark
 from training_xpu.cli.env import env
+from training_xpu.cli.explain import explain
 from training_xpu.cli.models import models
 from training_xpu.cli.reproduce import reproduce
+from training_xpu.cli.run import run_command
 from training_xpu.cli.runs import runs
 from training_xpu.cli.train import train
 from training_xpu.errors import ExitCode, UserError
@@ -47,6 +49,8 @@ def root(
 
 for verb in (benchmark, train, models, env, runs, reproduce):
     app.command()(verb)
+app.command("run")(run_command)
+app.command()(explain)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -61,7 +61,7 @@ def train(
     )
     given = given_options(context)
     arms = parse_arms(features, None)
-    outside = train_under_launcher(request, arms[0], DEFAULT_STEPS, output, as_json, given)
+    outside = train_under_launcher(request, arms[0], DEFAULT_STEPS, output, as_json, dry_run, given)
     if outside is not None:
         return outside
     return launch_and_show(request, arms, DEFAULT_STEPS, output, as_json, dry_run, given)

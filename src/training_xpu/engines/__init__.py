@@ -1,0 +1,1 @@
+"""Adapters: what differs between DeepSpeed, FSDP2 and DDP, one file each."""

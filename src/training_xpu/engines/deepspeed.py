@@ -78,9 +78,8 @@ class DeepSpeedTraining:
         self.fused = fused_optimizer_loads()
         config = deepspeed_config(settings, self.fused)
         if partition_while_building and settings.zero_stage == 3:
-            with deepspeed.zero.Init(config_dict_or_path=config):
+            with _partitioned_by_transformers(config):
                 self.model = build()
-            _initialise_partitioned(self.model)
         else:
             self.model = build()
         if settings.checkpoint_activations:
@@ -125,17 +124,12 @@ class DeepSpeedTraining:
         return gathered if torch.distributed.get_rank() == 0 else None
 
 
-def _initialise_partitioned(model: torch.nn.Module) -> None:
-    """Draws the model's own initial weights, module by module, since its constructor only saw empty partitions."""
-    import deepspeed
+@contextlib.contextmanager
+def _partitioned_by_transformers(config: dict[str, Any]) -> Iterator[None]:
+    """While it is open, transformers builds or loads models partitioned, and draws or reads one module at a time."""
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    initialise = getattr(model, "_init_weights", None)
-    if initialise is None:
-        return
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        gathered: AbstractContextManager[Any] = (
-            deepspeed.zero.GatheredParameters(own, modifier_rank=0) if own else contextlib.nullcontext()
-        )
-        with gathered, torch.no_grad():
-            initialise(module)
+    hold: Any = HfDeepSpeedConfig
+    alive = hold(config)  # transformers itself has a weak reference only
+    yield
+    del alive

@@ -20,13 +20,14 @@ FULL_DISK_BYTES = 1 << 20
 
 
 def collect_failures(
-    run_folder: Path, kills_before: OomKills | None, kills_after: OomKills | None
+    run_folder: Path, kills_before: OomKills | None, kills_after: OomKills | None, launcher_exit: int = 1
 ) -> tuple[str, list[RankFailure]]:
     """One line for the whole job, and every failed rank, the one to blame first.
 
     Args:
         kills_before: the kernel's out-of-memory kills before the job started.
         kills_after: and after it ended; more of them explain a SIGKILL.
+        launcher_exit: exit code of the process that started the ranks; negative: the signal that ended it.
     """
     kernel = ""
     if kills_before is not None and kills_after is not None and kills_after.count > kills_before.count:
@@ -51,6 +52,8 @@ def collect_failures(
         reason = f"rank {ordered[0].rank}: {ordered[0].reason}"
     elif launch.error:
         reason = launch.error.splitlines()[0]
+    elif launcher_exit < 0:
+        reason = "the launcher of the ranks was " + _killed(-launcher_exit, kernel)
     else:
         reason = "the launcher ended without a word" + _tail(run_folder / "logs" / "launcher.log")
     if shutil.disk_usage(run_folder).free < FULL_DISK_BYTES and "No space left" not in reason:
@@ -67,14 +70,18 @@ def _launch_record(run_folder: Path) -> LaunchRecord:
 
 def _reason(ended: EndedRank, event: EventRecord | None, kernel: str, run_folder: Path) -> str:
     if ended.exit_code < 0:
-        try:
-            name = signal.Signals(-ended.exit_code).name
-        except ValueError:
-            name = "unknown"
-        return f"killed by signal {-ended.exit_code} ({name})" + (kernel if name == "SIGKILL" else "")
+        return _killed(-ended.exit_code, kernel)
     if event is not None:
         return event.name
     return f"ended with exit code {ended.exit_code}" + _tail(run_folder / "logs" / f"rank-{ended.rank}.log")
+
+
+def _killed(number: int, kernel: str) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = "unknown"
+    return f"killed by signal {number} ({name})" + (kernel if name == "SIGKILL" else "")
 
 
 def _blame(failure: RankFailure) -> tuple[int, int]:

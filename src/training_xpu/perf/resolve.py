@@ -216,6 +216,10 @@ def check_numbers(request: TrainingRequest) -> None:
         )
     if request.save is not None and not request.save_every:
         raise UserError("--save names a folder, but not how often", "Add --save-every STEPS.")
+    if request.nnodes > 1 and request.save_every and request.save is None and request.resume is None:
+        raise UserError(
+            f"--save-every with --nnodes {request.nnodes} needs --save", "Name a folder that all nodes share."
+        )
 
 
 def choose_nproc(request: TrainingRequest, accelerators: int) -> int:

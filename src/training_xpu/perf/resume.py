@@ -67,10 +67,16 @@ def resume_job(request: TrainingRequest, given: frozenset[str], say: Callable[[s
         if option in ("data", "tokenizer") and now is not None:
             now = now.absolute()
         if option in given and now != before:
-            raise UserError(
-                f"--{option.replace('_', '-')} {now}: the checkpoint was made with {before}",
-                "Leave the option out to go on, or start a new run.",
-            )
+            raise _contradiction(option, now, before)
+    for option, of_scale in (("layers", job.scale.layers), ("scale", job.scale.kind)):
+        now = getattr(request, option)
+        if option in given and now not in (of_scale, "auto"):
+            raise _contradiction(option, now, of_scale)
+    if job.nnodes > 1 and request.rdzv_endpoint is None:
+        raise UserError(
+            f"the checkpoint is of a job on {job.nnodes} nodes, which needs --rdzv-endpoint",
+            "Give HOST:PORT of one node, the same on every node.",
+        )
     steps = request.steps or job.steps
     if steps <= record.step:
         raise UserError(
@@ -83,6 +89,7 @@ def resume_job(request: TrainingRequest, given: frozenset[str], say: Callable[[s
         "save_every": request.save_every if "save_every" in given else job.save_every,
         "keep_checkpoints": request.keep_checkpoints if "keep_checkpoints" in given else job.keep_checkpoints,
         "eval_sequences": request.eval_sequences if "eval_sequences" in given else job.eval_sequences,
+        "dataloader_workers": request.dataloader_workers if "dataloader_workers" in given else job.dataloader_workers,
         "measure_live_bytes": request.live_bytes,
         "report_to": list(request.report_to),
         "model_folder": TRAINED_MODEL if request.save_model else None,
@@ -90,3 +97,10 @@ def resume_job(request: TrainingRequest, given: frozenset[str], say: Callable[[s
     }
     say(f"resuming {job.workload} at step {record.step} from {found}")
     return with_data_in_place(JobConfig.model_validate({**job.model_dump(), **changes}), say)
+
+
+def _contradiction(option: str, now: object, before: object) -> UserError:
+    return UserError(
+        f"--{option.replace('_', '-')} {now}: the checkpoint was made with {before}",
+        "Leave the option out to go on, or start a new run.",
+    )

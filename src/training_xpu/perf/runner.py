@@ -24,6 +24,7 @@ from training_xpu.perf.records import RUN_FILE, RunRecord
 from training_xpu.perf.summary import summarise
 from training_xpu.workloads.config import JOB_FILE, EngineName, JobConfig
 from training_xpu.workloads.launch import LAUNCH_FILE
+from training_xpu.workloads.process import failure_reason
 from training_xpu.workloads.records import PEAK_MEMORY_NOTE
 
 POLL_SECONDS = 0.2
@@ -60,8 +61,10 @@ class RunContext:
     say: Callable[[str], None] = lambda text: None
 
 
-def launch_command(run_folder: Path, rendezvous: Rendezvous, parent: int) -> list[str]:
-    command = [sys.executable, "-m", "training_xpu.workloads.launch", str(run_folder), "--parent", str(parent)]
+def launch_command(run_folder: Path, rendezvous: Rendezvous, parent: int | None) -> list[str]:
+    command = [sys.executable, "-m", "training_xpu.workloads.launch", str(run_folder)]
+    if parent is not None:
+        command += ["--parent", str(parent)]
     command += ["--rdzv-endpoint", rendezvous.endpoint]
     if rendezvous.run_id:
         command += ["--rdzv-id", rendezvous.run_id]
@@ -71,12 +74,23 @@ def launch_command(run_folder: Path, rendezvous: Rendezvous, parent: int) -> lis
 
 
 def dry_run(job: JobConfig, arm: Arm, context: RunContext) -> str:
-    """The environment and command of an arm, as lines for a shell; nothing is created or started."""
-    folder = context.runs_folder / "RUN"
+    """A shell script that trains the arm: its folder, its job, its environment, its command; nothing is started here.
+
+    What it leaves is the steps, events and logs. The measured record is written by `ljperf` itself, not by the ranks.
+    """
+    folder = context.runs_folder / f"dry-run-{arm.name}"
     environment = job_environment(job, arm.features, folder, context.has_accelerator)
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
-    command = launch_command(folder, context.rendezvous, 0)
-    return "\n".join([*lines, shlex.join([part if part != "0" else "$$" for part in command]).replace("'$$'", "$$")])
+    lines = [
+        f"mkdir -p {shlex.quote(str(folder / 'logs'))}",
+        f"cat > {shlex.quote(str(folder / JOB_FILE))} <<'END_OF_JOB'",
+        with_run_folder(job, folder).to_json(indent=2),
+        "END_OF_JOB",
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.items())),
+    ]
+    if job.engine is EngineName.DEEPSPEED:
+        extensions = {**envs.snapshot(), **environment}["TORCH_EXTENSIONS_DIR"]
+        lines.append(shlex.join([sys.executable, "-m", "training_xpu.engines.deepspeed_ops", extensions]))
+    return "\n".join([*lines, shlex.join(launch_command(folder, context.rendezvous, None))])
 
 
 def run_arm(job: JobConfig, arm: Arm, context: RunContext) -> Path:
@@ -97,10 +111,10 @@ def run_arm(job: JobConfig, arm: Arm, context: RunContext) -> Path:
         fingerprint=context.fingerprint,
         **store.owner(),
     )
-    record.write(folder / RUN_FILE)
     killed_before = oom_kills()
     child = None
     try:
+        record.write(folder / RUN_FILE)
         (folder / RESERVE_FILE).write_bytes(b"\0" * RESERVE_BYTES)  # room for the closing record if the disk fills up
         job.write(folder / JOB_FILE)
         (folder / "logs").mkdir()
@@ -119,10 +133,13 @@ def run_arm(job: JobConfig, arm: Arm, context: RunContext) -> Path:
         _watch(child, ProgressFollower(folder, job.steps, job.nproc), context.display)
         record.status = "completed" if child.returncode == 0 else "failed"
         if record.status == "failed":
-            record.reason, record.failures = collect_failures(folder, killed_before, oom_kills())
+            record.reason, record.failures = collect_failures(folder, killed_before, oom_kills(), child.returncode)
     except KeyboardInterrupt as interrupt:
         record.status = "interrupted"
         record.reason = str(interrupt) or "SIGINT"
+    except Exception as error:
+        record.reason = f"ljperf itself failed: {failure_reason(error)}"
+        raise
     finally:
         with deaf_to_interrupts():
             if child is not None:
@@ -168,15 +185,21 @@ def build_operations(environment: dict[str, str], say: Callable[[str], None]) ->
     folder = environment["TORCH_EXTENSIONS_DIR"]
     if not any(Path(folder).glob("fused_adam/*.so")):
         say("building DeepSpeed's fused optimizer, once for this environment (about a minute)")
-    built = subprocess.run(
+    builder = subprocess.Popen(
         [sys.executable, "-m", "training_xpu.engines.deepspeed_ops", folder],
         env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
-    failed = built.stdout.strip().splitlines()[-1:] if built.returncode == 0 else ["the build itself failed"]
-    if failed and "FusedAdamBuilder" in failed[0]:
+    try:
+        told, _ = builder.communicate()
+    finally:
+        if builder.poll() is None:
+            with deaf_to_interrupts():
+                end_tree(builder)  # the compilers too
+    if builder.returncode != 0 or b"FusedAdamBuilder" in told:
         say("DeepSpeed's fused optimizer cannot be built here (is g++ installed?); torch's AdamW is used instead")
 
 

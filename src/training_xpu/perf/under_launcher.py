@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,14 +15,19 @@ from typing import Any
 from training_xpu import envs
 from training_xpu.errors import UserError
 from training_xpu.perf import store
+from training_xpu.perf.children import interrupt_on_signals
 from training_xpu.perf.environment import extensions_folder
 from training_xpu.perf.experiment import BASE, Outcome, document
+from training_xpu.perf.fingerprint import collect
 from training_xpu.perf.records import RUN_FILE, BenchmarkDocument, RankFailure, RunRecord
 from training_xpu.perf.request import TrainingRequest
 from training_xpu.perf.resolve import resolve
 from training_xpu.perf.resume import resume_job
 from training_xpu.perf.runner import close_record, with_run_folder
 from training_xpu.workloads.config import JOB_FILE, EngineName, JobConfig
+from training_xpu.workloads.process import failure_reason, is_lost_peer
+
+PEER_SECONDS = 3.0  # that rank 0 waits for the words of a rank that failed before it
 
 
 def train_as_rank(
@@ -51,6 +58,7 @@ def train_as_rank(
     )
     if job.engine is EngineName.DEEPSPEED:
         _prepare_deepspeed()
+    fingerprint = collect().model_dump(mode="json", by_alias=True) if place.rank == 0 else {}
     folder, job = _agree(job, runs_folder)
     record = RunRecord(
         name=folder.name,
@@ -60,27 +68,54 @@ def train_as_rank(
         arm=BASE,
         features=[],
         config=job,
+        fingerprint=fingerprint,
         **store.owner(),
     )
     if place.rank == 0:
         record.write(folder / RUN_FILE)
         job.write(folder / JOB_FILE)
 
-    def failed(reason: str, trace: str) -> None:
-        if place.rank == 0:
-            record.status = "failed"
-            record.reason = f"rank 0: {reason}"
-            record.failures = [RankFailure(rank=0, reason=reason, traceback=trace)]
-            close_record(record, folder)
-
     from training_xpu.workloads.worker import run_rank
 
-    run_rank(job, folder, place.rank, failed)
-    if place.rank == 0:
-        record.status = "completed"
-        close_record(record, folder)
-        return document(job, Outcome(runs=[(folder, record)]), {})
-    return None
+    if place.rank != 0:
+        run_rank(job, folder, place.rank)
+        return None
+    with interrupt_on_signals():  # the launcher ends every rank once one has failed
+        run_rank(job, folder, place.rank, lambda error: _close_failed(record, folder, error))
+    record.status = "completed"
+    close_record(record, folder)
+    return document(job, Outcome(runs=[(folder, record)]), fingerprint)
+
+
+def _close_failed(record: RunRecord, folder: Path, error: BaseException) -> None:
+    """Closes the record on rank 0, which may have failed itself, lost a peer, or been told to end."""
+    reason = failure_reason(error)
+    told_to_end = isinstance(error, KeyboardInterrupt)
+    until = time.monotonic() + PEER_SECONDS
+    while (told_to_end or is_lost_peer(reason)) and not _failures_of_others(folder) and time.monotonic() < until:
+        time.sleep(0.1)  # the rank that failed first may still be writing
+    failures = _failures_of_others(folder)
+    if not told_to_end:
+        failures.append(RankFailure(rank=0, reason=reason, traceback=traceback.format_exc()))
+    record.failures = sorted(failures, key=lambda f: (is_lost_peer(f.reason), f.rank))
+    if record.failures:
+        first = record.failures[0]
+        record.status = "failed"
+        record.reason = f"rank {first.rank}: {first.reason}"
+        if is_lost_peer(first.reason):
+            record.reason += " (another rank is gone: the launcher says which)"
+    else:
+        record.status = "interrupted"
+        record.reason = f"{error or 'SIGINT'} (from the user, or from the launcher because a rank was killed)"
+    close_record(record, folder)
+
+
+def _failures_of_others(folder: Path) -> list[RankFailure]:
+    return [
+        RankFailure(rank=event.rank, reason=event.name, traceback=event.detail)
+        for event in store.load_events(folder)
+        if event.event == "failure" and event.rank != 0
+    ]
 
 
 def _agree(job: JobConfig, runs_folder: Path) -> tuple[Path, JobConfig]:

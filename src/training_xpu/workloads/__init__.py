@@ -1,0 +1,1 @@
+"""What is trained: the catalogue of models, the data, and the ranks that train."""

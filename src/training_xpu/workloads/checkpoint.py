@@ -46,6 +46,18 @@ def prepare_staging(checkpoints: Path, step: int) -> None:
     staging.mkdir(parents=True)
 
 
+def check_shared(staging: Path) -> None:
+    """Every rank calls it, once rank 0 has made the folder.
+
+    Raises:
+        UserError: this rank's node does not see the folder, so that no checkpoint would be whole.
+    """
+    if not staging.is_dir():
+        raise UserError(
+            f"{staging.parent} is not the same folder on all nodes", "Give --save a folder that all nodes share."
+        )
+
+
 def complete(checkpoints: Path, step: int, job: JobConfig, keep: int) -> Path:
     """Marks the staged checkpoint complete, moves it into place and removes all but the newest `keep`.
 

@@ -86,10 +86,13 @@ class StepCallback(TrainerCallback):
     offers no callback for either.
     """
 
-    def __init__(self, config: JobConfig, run_folder: Path, writer: RunWriter, meter: StepMeter) -> None:
+    def __init__(
+        self, config: JobConfig, run_folder: Path, writer: RunWriter, meter: StepMeter, model: torch.nn.Module
+    ) -> None:
         self.config = config
         self.writer = writer
         self.meter = meter
+        self.model = model
         self.trackers = open_trackers(config, run_folder) if writer.rank == 0 else []
         self.profile = LiveBytesProfile()
         self.tokens = TokenCounts()
@@ -97,12 +100,33 @@ class StepCallback(TrainerCallback):
         self.gone_on = False
         self.saved = False
 
-    def watch(self, model: torch.nn.Module) -> None:
-        """Hooks for the phases inside a training step."""
+        # For the phases inside a training step.
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
 
+    def evaluate(self, when: str, step: int) -> None:
+        config, device = self.config, self.meter.device
+        if not config.eval_sequences:
+            return
+        self.writer.event("phase", "evaluation")
+        batches = evaluation_batches(
+            config.data,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            micro_batch=config.micro_batch,
+            sequence_length=config.sequence_length,
+            packing=config.packing,
+            count=config.eval_sequences,
+        )
+        begun = time.perf_counter()
+        with evaluation_mode(self.model), autocast(config.dtype, device.type):
+            loss = evaluate(lambda inputs: self.model(**inputs), batches, device)
+        self.writer.event("evaluation", when, step=step, value=loss, seconds=time.perf_counter() - begun)
+        for tracker in self.trackers:
+            tracker.log({"eval/loss": loss}, step)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.evaluate("before", state.global_step)  # here the weights of a checkpoint have been loaded
         self.writer.event("phase", "training")
         self.meter.start()
 
@@ -160,10 +184,6 @@ class StepCallback(TrainerCallback):
         dist.barrier()
         self.meter.start()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for tracker in self.trackers:
-            tracker.close()
-
     def _before_forward(self, model: torch.nn.Module, inputs: Any, keywords: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
@@ -189,7 +209,7 @@ def train_with_hf_trainer(config: JobConfig, run_folder: Path, writer: RunWriter
     extra_steps = 1 if config.measure_live_bytes and device.type == "cpu" else 0
     model = build_model(config.model, config.initial_weights, config.seed).to(device)
     meter = StepMeter(writer, ModelFlops.from_config(config.model), device)
-    callback = StepCallback(config, run_folder, writer, meter)
+    callback = StepCallback(config, run_folder, writer, meter, model)
     data = ordered_dataset(
         config.data,
         sequence_length=config.sequence_length,
@@ -205,8 +225,6 @@ def train_with_hf_trainer(config: JobConfig, run_folder: Path, writer: RunWriter
         data_collator=default_data_collator,
         callbacks=[callback],
     )
-    evaluate_model(config, model, writer, device, "before")
-    callback.watch(model)
     if config.gradient_checkpointing:
         meter.recomputed_share = 1.0
     resume = None
@@ -219,29 +237,10 @@ def train_with_hf_trainer(config: JobConfig, run_folder: Path, writer: RunWriter
     optimizer: Any = trainer.optimizer
     writer.event("note", "optimizer", detail=f"torch.optim.{type(optimizer.optimizer).__name__}")
     writer.event("note", "recomputed", detail=f"{recomputed} of {blocks} blocks")
-    evaluate_model(config, model, writer, device, "after")
+    callback.evaluate("after", config.steps)
+    for tracker in callback.trackers:
+        tracker.close()
     if config.model_folder is not None:
         writer.event("phase", "saving")
         weights = model.state_dict() if rank == 0 else None
         save_model(weights, model, config.data.tokenizer, config.model_folder)
-
-
-def evaluate_model(
-    config: JobConfig, model: torch.nn.Module, writer: RunWriter, device: torch.device, when: str
-) -> None:
-    if not config.eval_sequences:
-        return
-    writer.event("phase", "evaluation")
-    batches = evaluation_batches(
-        config.data,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        micro_batch=config.micro_batch,
-        sequence_length=config.sequence_length,
-        packing=config.packing,
-        count=config.eval_sequences,
-    )
-    begun = time.perf_counter()
-    with evaluation_mode(model), autocast(config.dtype, device.type):
-        loss = evaluate(lambda inputs: model(**inputs), batches, device)
-    writer.event("evaluation", when, value=loss, seconds=time.perf_counter() - begun)

@@ -40,12 +40,13 @@ class LaunchRecord(Record):
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="training_xpu.workloads.launch")
     parser.add_argument("run_folder", type=Path)
-    parser.add_argument("--parent", type=int, required=True, help="process that this launch ends with")
+    parser.add_argument("--parent", type=int, default=None, help="process that this launch ends with")
     parser.add_argument("--node-rank", type=int, default=None)
     parser.add_argument("--rdzv-endpoint", default="localhost:0")
     parser.add_argument("--rdzv-id", default="")
     options = parser.parse_args(arguments)
-    die_with_parent(options.parent)
+    if options.parent is not None:
+        die_with_parent(options.parent)
     job = JobConfig.read(options.run_folder / JOB_FILE)
     return launch(job, options.run_folder, options.node_rank, options.rdzv_endpoint, options.rdzv_id)
 

@@ -176,6 +176,7 @@ class TrainingLoop:
             checkpoint.prepare_staging(config.checkpoint_folder, step)
         dist.barrier()
         staging = checkpoint.staging_folder(config.checkpoint_folder, step)
+        checkpoint.check_shared(staging)
         self.engine.save_state(staging)
         torch.save(random_state(), staging / RNG_FILE.format(rank=self.rank))
         dist.barrier()

@@ -129,6 +129,7 @@ class StepMeter:
     def __init__(self, writer: RunWriter, flops: ModelFlops, device: torch.device) -> None:
         self.writer = writer
         self.flops = flops
+        self.device = device
         self.clock = PhaseClock(device)
         self.memory = PeakMemory()
         self.recomputed_share = 0.0  # of the blocks' forward FLOPs

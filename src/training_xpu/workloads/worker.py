@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from training_xpu import envs
 from training_xpu.device import usable_memory
 from training_xpu.errors import ExitCode
 from training_xpu.workloads.config import JOB_FILE, EngineName, JobConfig
-from training_xpu.workloads.process import die_with_parent, failure_reason, log_to
+from training_xpu.workloads.process import die_with_parent, failure_reason, leave, log_to
 
 if TYPE_CHECKING:
     from training_xpu.workloads.metrics import RunWriter
@@ -29,12 +30,12 @@ def main(run_folder: Path) -> int:
 
 
 def run_rank(
-    config: JobConfig, run_folder: Path, rank: int, on_failure: Callable[[str, str], None] = lambda reason, trace: None
+    config: JobConfig, run_folder: Path, rank: int, on_failure: Callable[[BaseException], None] = lambda error: None
 ) -> int:
     """The rank's whole life, from the process group to its end.
 
-    Never returns after a failure: the process ends, once the failure is recorded and `on_failure` has been given its
-    reason and traceback.
+    Never returns after a failure or an interrupt: the process ends, once the failure is recorded and `on_failure` has
+    been called.
     """
     from training_xpu.workloads.metrics import RunWriter
 
@@ -44,15 +45,21 @@ def run_rank(
         train(config, run_folder, writer)
         writer.event("finished")
     except BaseException as error:
-        traceback.print_exc()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        interrupted = isinstance(error, KeyboardInterrupt)
         with contextlib.suppress(OSError):  # the disk may be what failed
-            writer.event("failure", failure_reason(error), detail=traceback.format_exc())
-            on_failure(failure_reason(error), traceback.format_exc())
+            traceback.print_exc()
+        with contextlib.suppress(OSError):
+            if not interrupted:
+                writer.event("failure", failure_reason(error), detail=traceback.format_exc())
+        with contextlib.suppress(OSError):
+            on_failure(error)
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
         # Tearing down Gloo or a half-finished collective can hang or abort; the peers must learn of the end at once.
-        os._exit(ExitCode.FAILED)
+        os._exit(ExitCode.INTERRUPTED if interrupted else ExitCode.FAILED)
     import torch.distributed as dist
 
     dist.barrier()  # whoever reads the run folder after rank 0 has ended finds everything
@@ -96,4 +103,4 @@ def must_partition_while_building(config: JobConfig) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    leave(main(Path(sys.argv[1])))

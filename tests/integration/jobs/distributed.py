@@ -1,5 +1,7 @@
 """Two ranks: DDP for two steps, then FSDP2 for two steps; data come from spawned workers."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -35,7 +37,9 @@ def main() -> None:
         fully_shard(layer)
     fully_shard(sharded)
     train(sharded, DataLoader(data, 2))
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # Gloo's threads abort the interpreter's own end now and then
 
 
 if __name__ == "__main__":

@@ -7,7 +7,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 config = LlamaConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
 )
 rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(64)]
 with tempfile.TemporaryDirectory() as folder:

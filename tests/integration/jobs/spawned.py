@@ -15,7 +15,9 @@ def train(rank: int) -> None:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # Gloo's threads abort the interpreter's own end now and then
 
 
 if __name__ == "__main__":

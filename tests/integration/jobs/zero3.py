@@ -1,5 +1,7 @@
 """Two ranks under DeepSpeed ZeRO-3 with several sub-groups: three steps by hand, then two through accelerate."""
 
+import os
+
 import deepspeed
 import torch
 from accelerate import Accelerator
@@ -46,4 +48,6 @@ def through_accelerate() -> None:
 if __name__ == "__main__":
     by_hand()
     through_accelerate()
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    os._exit(0)  # Gloo's threads abort the interpreter's own end now and then

@@ -1,35 +1,21 @@
-"""What happens at the end of `import torch` (entry point group `torch.backends`).
-
-With no variable set it looks at the environment and returns. A fault in here is one line on stderr: training goes on
-without the feature.
-"""
+"""What a training process does with what its environment asks for; `autoload` calls it once anything is asked."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-from training_xpu import envs
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from training_xpu.report import Role
+from training_xpu import envs, features, report, roles
 
 
-def autoload() -> None:
-    """Called by torch at the end of its import."""
-    try:
-        _autoload()
-    except Exception as error:
-        print(f"training-xpu: switched off: {str(error).splitlines()[0] if str(error) else error!r}", file=sys.stderr)
+def start() -> None:
+    """Finds out what this process is, and subscribes the features asked for.
 
-
-def _autoload() -> None:
-    if not envs.anything_asked() or envs.disabled():
+    Raises:
+        BadValue: a variable holds something it cannot mean.
+    """
+    if envs.disabled():
         return
-    from training_xpu import features, report, roles
-
     asked = features.asked_for()
     folder = envs.report_folder()
     if not asked and folder is None:
@@ -43,9 +29,7 @@ def _autoload() -> None:
     _begin(role)
 
 
-def _begin(role: Role) -> None:
-    from training_xpu import features, report
-
+def _begin(role: report.Role) -> None:
     place = envs.distributed()
     report.begin(envs.report_folder(), role, place.rank if role == "rank" else 0)
     program = sys.argv[0].rpartition("/")[2] if sys.argv else ""
@@ -55,8 +39,6 @@ def _begin(role: Role) -> None:
 
 def _told(place: envs.Distributed) -> dict[str, Any]:
     """What each process says of itself; ranks of one job share `job`."""
-    from training_xpu import features
-
     address = f"{place.master_address}:{place.master_port}" if place.master_address else ""
     return {"asked_for": features.asked_for(), "world_size": place.world_size, "job": address or place.run_id or ""}
 
@@ -64,7 +46,7 @@ def _told(place: envs.Distributed) -> dict[str, Any]:
 def _wait_for_process_group() -> None:
     """A spawned child may be a dataloader's worker or a trainer of torch.multiprocessing.spawn: only the trainer joins
     a process group, and from then on is a rank."""
-    from training_xpu import features, report, seams
+    from training_xpu import seams
 
     def become_rank(call: seams.ProcessGroupCall) -> None:
         subscription.cancel()

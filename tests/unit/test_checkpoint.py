@@ -1,0 +1,96 @@
+"""Checkpoints are whole or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training_xpu.errors import UserError
+from training_xpu.workloads import checkpoint
+from training_xpu.workloads.config import JobConfig
+
+
+def save(folder: Path, step: int, job: JobConfig, keep: int = 2, content: str = "weights") -> Path:
+    checkpoint.prepare_staging(folder, step)
+    staging = checkpoint.staging_folder(folder, step)
+    (staging / "inner").mkdir()
+    (staging / "inner" / "state.pt").write_text(content)
+    (staging / "rng-0.pt").write_text("random")
+    return checkpoint.complete(folder, step, job, keep)
+
+
+def test_a_saved_checkpoint_is_found_from_wherever_a_user_points(tmp_path: Path, job: JobConfig) -> None:
+    run = tmp_path / "run"
+    saved = save(run / "checkpoints", 3, job)
+    assert saved == run / "checkpoints" / "step-0000003"
+    assert [checkpoint.find_checkpoint(p) for p in (run, run / "checkpoints", saved)] == [saved] * 3
+    record = checkpoint.read_complete(saved)
+    assert (record.step, record.world_size, record.job) == (3, 1, job)
+    assert record.files == {"inner/state.pt": 7, "rng-0.pt": 6}
+
+
+def test_the_newest_are_kept_by_number_not_by_name_or_time(tmp_path: Path, job: JobConfig) -> None:
+    for step in (9_999_999, 8, 10_000_000):
+        save(tmp_path, step, job)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10000000", "step-9999999"]
+    assert checkpoint.find_checkpoint(tmp_path).name == "step-10000000"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path, job: JobConfig) -> None:
+    save(tmp_path, 2, job)
+    again = save(tmp_path, 2, job, content="other weights")
+    assert (again / "inner" / "state.pt").read_text() == "other weights"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-0000002"]
+
+
+def test_what_a_killed_save_left_is_never_loaded_and_makes_way(tmp_path: Path, job: JobConfig) -> None:
+    older = save(tmp_path, 2, job)
+    checkpoint.prepare_staging(tmp_path, 4)
+    half = checkpoint.staging_folder(tmp_path, 4)
+    (half / "leftover").write_text("half of the wei")
+    assert checkpoint.find_checkpoint(tmp_path) == older
+    with pytest.raises(UserError):
+        checkpoint.read_complete(half)
+    whole = save(tmp_path, 4, job)
+    assert not half.exists()
+    assert "leftover" not in checkpoint.read_complete(whole).files
+
+
+def damage_size(folder: Path) -> None:
+    (folder / "inner" / "state.pt").write_text("wei")
+
+
+def damage_missing(folder: Path) -> None:
+    (folder / "rng-0.pt").unlink()
+
+
+def damage_marker(folder: Path) -> None:
+    marker = folder / checkpoint.MARKER
+    marker.write_text(marker.read_text()[:50])
+
+
+def remove_marker(folder: Path) -> None:
+    (folder / checkpoint.MARKER).unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_size, damage_missing, damage_marker, remove_marker])
+def test_a_damaged_checkpoint_is_refused_and_an_older_one_used(tmp_path: Path, job: JobConfig, damage: Any) -> None:
+    older, newer = save(tmp_path, 2, job), save(tmp_path, 4, job)
+    damage(newer)
+    with pytest.raises(UserError):
+        checkpoint.find_checkpoint(newer)
+    assert checkpoint.find_checkpoint(tmp_path) == older
+    damage(older)
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        checkpoint.find_checkpoint(tmp_path)
+
+
+def test_wrong_places_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        checkpoint.find_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        checkpoint.find_checkpoint(tmp_path)
+    with pytest.raises(UserError, match="not the same folder on all nodes"):
+        checkpoint.check_shared(checkpoint.staging_folder(tmp_path, 1))
