@@ -10,7 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training_harness import Ljperf, write_model, write_text
+from training_harness import Ljperf, resolve_job, write_model, write_text
+
+from training_xpu.workloads.config import JobConfig
 
 
 @pytest.fixture(scope="session")
@@ -46,3 +48,9 @@ def ljperf(tmp_path_factory: pytest.TempPathFactory, training_environment: dict[
 def own_runs(ljperf: Ljperf, tmp_path: Path) -> Ljperf:
     """The same, with an empty runs folder of the test's own."""
     return Ljperf(ljperf.folder, {**ljperf.environment, "TRAINING_XPU_RUNS": str(tmp_path / "runs")})
+
+
+@pytest.fixture(scope="session")
+def base_job(ljperf: Ljperf) -> JobConfig:
+    """DDP in fp32, micro batch 4 on one rank, packed, four steps."""
+    return resolve_job(ljperf)

@@ -1,80 +1,24 @@
 """The four engines train alike: same seed, data and settings, same weights, losses, norms and learning rates.
 
-All jobs of one world size run in one set of processes, see `jobs/run_jobs.py`.
+All jobs of one world size run in one set of processes, see `jobs/run_jobs.py`; each has four steps.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from training_harness import HERE, TINY, Ljperf, Run, free_port
+from training_harness import TINY, Ljperf, Run, for_engine, run_jobs
 
-from training_xpu.perf.request import TrainingRequest
-from training_xpu.perf.resolve import resolve
-from training_xpu.workloads.config import JOB_FILE, Dtype, EngineName, JobConfig
+from training_xpu.workloads.config import Dtype, JobConfig
 
-STEPS = 4
 ENGINES = ("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "transformers")
 OWN_LOOP = tuple(e for e in ENGINES if e != "transformers")
 # Other orders of summation, over 4 steps of a model with 0.16 million parameters.
 FP32 = 2e-6
 BF16 = 5e-3
-
-
-@pytest.fixture(scope="module")
-def base_job(ljperf: Ljperf) -> JobConfig:
-    """fp32, micro batch 4 on one rank, packed."""
-    request = TrainingRequest(
-        model=f"ddp/{ljperf.folder}/tiny",
-        data=ljperf.folder / "text.jsonl",
-        dtype="fp32",
-        micro_batch=4,
-        seq_len=64,
-        steps=STEPS,
-        warmup_steps=2,
-        eval_sequences=8,
-        nproc=1,
-        live_bytes=False,
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ljperf.environment.items():
-            patch.setenv(name, value)
-        return resolve(request, STEPS, lambda text: None)
-
-
-def for_engine(job: JobConfig, engine: str, **changes: Any) -> JobConfig:
-    if engine.startswith("zero"):
-        changes |= {"engine": EngineName.DEEPSPEED, "zero_stage": int(engine[-1])}
-    else:
-        changes["engine"] = EngineName(engine)
-    return job.model_copy(update=changes)
-
-
-def run_jobs(jobs: dict[str, JobConfig], ranks: int, folder: Path, ljperf: Ljperf) -> dict[str, Run]:
-    """Trains every job on `ranks` processes, one job after the other."""
-    for number, (name, job) in enumerate(jobs.items()):
-        place = folder / f"{number:02d}-{name}"
-        place.mkdir(parents=True)
-        job.model_copy(update={"nproc": ranks}).write(place / JOB_FILE)
-    shared = {**ljperf.environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    shared |= {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(HERE / "jobs" / "run_jobs.py"), str(folder)]
-    logs = [folder.parent / f"{folder.name}-{rank}.log" for rank in range(ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with log.open("w") as stream:
-            processes.append(subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT))
-    codes = [process.wait(timeout=500) for process in processes]
-    assert codes == [0] * ranks, "\n".join(log.read_text()[-3000:] for log in logs)
-    return {name: Run(folder / f"{number:02d}-{name}") for number, name in enumerate(jobs)}
 
 
 @pytest.fixture(scope="module")

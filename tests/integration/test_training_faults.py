@@ -6,15 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_harness import Done, Ljperf, Run, Started, lines_of, marked, wait_for
+from training_harness import Done, Ljperf, Run, Started, wait_for
 
 CGROUP = Path("/sys/fs/cgroup/memory")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -34,7 +32,8 @@ def failed(started: Started) -> tuple[Done, dict[str, Any]]:
     started.assert_nothing_left()
     document, record = done.document, done.run.record
     assert document["status"] == record["status"] == document["arms"][0]["status"] == "failed"
-    assert record["reason"] and record["reason"] in document["reason"]
+    assert record["reason"]
+    assert record["reason"] in document["reason"]
     assert record["finished"] is not None
     assert record["reason"] in done.stderr
     assert "Traceback" not in done.stderr
@@ -50,7 +49,7 @@ def failed(started: Started) -> tuple[Done, dict[str, Any]]:
         ("0:step:2:SIGKILL", "rank 0: killed by signal 9 (SIGKILL)"),
         ("1:step:2:SIGSEGV", "rank 1: killed by signal 11 (SIGSEGV)"),
         ("1:step:2:limit", "rank 1: out of memory: "),
-        ("1:step:2:close", "rank 1: ValueError: the rank that had left"),
+        ("1:step:2:leave", "rank 1: ValueError: the rank that had left"),
     ],
 )
 def test_a_rank_that_ends_is_named_with_its_reason(own_runs: Ljperf, fault: str, reason: str) -> None:
@@ -59,7 +58,7 @@ def test_a_rank_that_ends_is_named_with_its_reason(own_runs: Ljperf, fault: str,
     assert record["failures"][0]["rank"] == int(fault[0])
     # The rank's last step, and the moment at which ljperf had closed everything.
     last = max(s["time"] for s in done.run.steps())
-    assert (done.run.folder / "run.json").stat().st_mtime - last < 30
+    assert (done.run.folder / "run.json").stat().st_mtime - last < 60
 
 
 @needs_root
@@ -147,7 +146,8 @@ def test_a_disk_that_fills_up_ends_the_run_and_harms_no_earlier_one(own_runs: Lj
     first = own_runs.train("ddp", "--steps", "2").run
     kept = {path: path.read_bytes() for path in first.folder.rglob("*") if path.is_file()}
 
-    done, record = failed(faulty(own_runs, "0:save:2:raise", "--steps", "20", "--save-every", "4"))
+    # The first checkpoint, weights and two moments of 0.16 million parameters, is larger than what is left.
+    done, record = failed(own_runs.start(*own_runs.training("ddp", "--steps", "20", "--save-every", "4")))
     assert "No space left" in record["reason"] or "disk is full" in record["reason"]
     assert {path: path.read_bytes() for path in first.folder.rglob("*") if path.is_file()} == kept
     listed = own_runs("runs", "--json").document["runs"]
@@ -157,7 +157,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_harms_no_earlier_one(own_runs: Lj
     # Nothing is left for another one: refused before anything starts.
     (small_disk / "filler").write_bytes(b"\0" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize))
     refused = own_runs.train("ddp", expect=2)
-    assert "No space left" in refused.stderr
+    assert f"no space left for a run in {small_disk}" in refused.stderr
     assert len(list(small_disk.iterdir())) == 3
 
 
@@ -174,7 +174,6 @@ def test_two_runs_at_once_in_one_folder_do_not_collide(own_runs: Ljperf) -> None
 def test_no_network_odd_names_no_stdin_and_a_dumb_terminal(ljperf: Ljperf, tmp_path: Path) -> None:
     folder = tmp_path / "wörk und spaß 数据"
     folder.mkdir()
-    (ljperf.folder / "text.jsonl").copy if False else None
     model, data = folder / "my modèl", folder / "my dâta.jsonl"
     model.mkdir()
     (model / "config.json").write_bytes((ljperf.folder / "tiny" / "config.json").read_bytes())
@@ -199,6 +198,9 @@ def test_readers_that_leave_do_not_disturb_the_job(own_runs: Ljperf) -> None:
     started = own_runs.start(*own_runs.training("ddp"))
     assert started.process.stderr is not None
     assert started.process.stdout is not None
+    for line in started.process.stderr:
+        if line.startswith("4 steps on 1 rank"):
+            break
     started.process.stderr.close()
     started.process.stdout.close()
     code = started.process.wait(timeout=300)

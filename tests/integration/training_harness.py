@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+
+from training_xpu.workloads.config import JOB_FILE, EngineName, JobConfig
 
 HERE = Path(__file__).parent
 MARK = "TRAINING_TEST_MARK"  # set for every process of one command, so that those left behind can be found
@@ -220,3 +223,55 @@ class Ljperf:
         default = "--data text.jsonl --seq-len 64 --micro-batch 2 --steps 4 --nproc 1 --dtype fp32 --no-live-bytes"
         saving = [] if any(o in more for o in ("--save-model", "--no-save-model")) else ["--no-save-model"]
         return ["train", "--model", f"{engine}/./tiny", *default.split(), "--json", *saving, *more]
+
+
+def resolve_job(ljperf: Ljperf, model: Path | None = None) -> JobConfig:
+    """What `ljperf train` would hand to its ranks: DDP in fp32, micro batch 4 on one rank, packed, four steps."""
+    from training_xpu.perf.request import TrainingRequest
+    from training_xpu.perf.resolve import resolve
+
+    request = TrainingRequest(
+        model=f"ddp/{model or ljperf.folder / 'tiny'}",
+        data=ljperf.folder / "text.jsonl",
+        dtype="fp32",
+        micro_batch=4,
+        seq_len=64,
+        steps=4,
+        warmup_steps=2,
+        eval_sequences=8,
+        nproc=1,
+        live_bytes=False,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ljperf.environment.items():
+            patch.setenv(name, value)
+        return resolve(request, 4, lambda text: None)
+
+
+def for_engine(job: JobConfig, engine: str, **changes: Any) -> JobConfig:
+    if engine.startswith("zero"):
+        changes |= {"engine": EngineName.DEEPSPEED, "zero_stage": int(engine[-1])}
+    else:
+        changes["engine"] = EngineName(engine)
+    return job.model_copy(update=changes)
+
+
+def run_jobs(jobs: dict[str, JobConfig], ranks: int, folder: Path, ljperf: Ljperf) -> dict[str, Run]:
+    """Trains every job on `ranks` processes, one job after the other."""
+    for number, (name, job) in enumerate(jobs.items()):
+        place = folder / f"{number:02d}-{name}"
+        place.mkdir(parents=True)
+        job.model_copy(update={"nproc": ranks}).write(place / JOB_FILE)
+    shared = {**ljperf.environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    shared |= {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(HERE / "jobs" / "run_jobs.py"), str(folder)]
+    logs = [folder.parent / f"{folder.name}-{rank}.log" for rank in range(ranks)]
+    processes = []
+    for rank, log in enumerate(logs):
+        environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with log.open("w") as stream:
+            processes.append(subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT))
+    codes = [process.wait(timeout=500) for process in processes]
+    assert codes == [0] * ranks, "\n".join(log.read_text()[-3000:] for log in logs)
+    return {name: Run(folder / f"{number:02d}-{name}") for number, name in enumerate(jobs)}

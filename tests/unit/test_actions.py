@@ -13,7 +13,7 @@ from training_xpu.errors import UserError
     [
         ("--action train --model_name ddp/./my_model", "train --model ddp/./my_model"),
         ("--action=train --model_name=ddp/./my_model", "train --model=ddp/./my_model"),
-        ("--model_name ddp/./my_model --steps 3 --action train --no_packing", "train --model ddp/./my_model --steps 3 --no-packing"),
+        ("--model_name ddp/./a_b --action train --no_packing", "train --model ddp/./a_b --no-packing"),
         ("--action benchmark --data_field my_text --seq_len 64", "benchmark --data-field my_text --seq-len 64"),
         ("train --model ddp/x --action_is_no_option", "train --model ddp/x --action_is_no_option"),
         ("--version", "--version"),

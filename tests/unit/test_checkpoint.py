@@ -9,7 +9,38 @@ import pytest
 
 from training_xpu.errors import UserError
 from training_xpu.workloads import checkpoint
-from training_xpu.workloads.config import JobConfig
+from training_xpu.workloads.config import EngineName, FlopShares, JobConfig, PreparedData, Scale
+
+
+@pytest.fixture
+def job() -> JobConfig:
+    shares = FlopShares(attention=0.3, mlp=0.5, head=0.2)
+    sizes = dict.fromkeys(("parameters", "layers", "sequence", "vocabulary"), 8)
+    full = {f"{name}_full": size for name, size in sizes.items()}
+    return JobConfig(
+        workload="ddp/tiny",
+        engine=EngineName.DDP,
+        model={"model_type": "llama"},
+        scale=Scale(
+            kind="full",
+            reason="fits",
+            shares_full=shares,
+            shares=shares,
+            target_device="none",
+            target_world_size=1,
+            **sizes,
+            **full,
+        ),
+        data=PreparedData(
+            source="words",
+            **dict.fromkeys(("train_tokens", "train_offsets", "eval_tokens", "eval_offsets", "tokenizer"), Path("a")),
+            **dict.fromkeys(("vocabulary_size", "train_token_count", "eval_token_count", "document_count"), 8),
+            eos_token_id=0,
+            pad_token_id=0,
+            digest="1",
+        ),
+        sequence_length=8,
+    )
 
 
 def save(folder: Path, step: int, job: JobConfig, keep: int = 2, content: str = "weights") -> Path:

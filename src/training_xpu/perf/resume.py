@@ -100,7 +100,9 @@ def resume_job(request: TrainingRequest, given: frozenset[str], say: Callable[[s
 
 
 def _contradiction(option: str, now: object, before: object) -> UserError:
-    return UserError(
-        f"--{option.replace('_', '-')} {now}: the checkpoint was made with {before}",
-        "Leave the option out to go on, or start a new run.",
-    )
+    name = option.replace("_", "-")
+    if isinstance(now, bool):
+        given, made = f"--{'' if now else 'no-'}{name}", f"{'without' if now else 'with'} {option.replace('_', ' ')}"
+    else:
+        given, made = f"--{name} {now}", f"with {before}"
+    return UserError(f"{given}: the checkpoint was made {made}", "Leave the option out to go on, or start a new run.")

@@ -11,19 +11,32 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 
 def living_tensor_bytes() -> int:
-    """Bytes of all tensor storages that Python can see now, each storage once."""
+    """Bytes of all tensor storages that Python can see now, each storage once, and of DDP's gradient buckets."""
     seen: dict[int, int] = {}
+    buckets = 0
     for thing in gc.get_objects():
-        if not isinstance(thing, torch.Tensor):
+        if issubclass(type(thing), DistributedDataParallel):
+            buckets += bucket_bytes(thing)
+        if not issubclass(type(thing), torch.Tensor):  # isinstance would ask objects for their class, and some warn
             continue
         _count(thing, seen)
         if thing.is_leaf and thing.grad is not None:
             _count(thing.grad, seen)
-    return sum(seen.values())
+    return sum(seen.values()) + buckets
+
+
+def bucket_bytes(model: DistributedDataParallel) -> int:
+    """Bytes of the buckets that DDP's reducer holds in C++; 0 where the gradients are views of them and so seen."""
+    told: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    if told.get("gradient_as_bucket_view"):
+        return 0
+    sizes = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or "")
+    return sum(int(size) for size in sizes.split(",") if size.strip())
 
 
 def _count(tensor: torch.Tensor, seen: dict[int, int]) -> None:

@@ -46,7 +46,7 @@ def failure_reason(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     first = text[0] if text else ""
     if is_out_of_memory(error):
-        return f"out of memory: {first}"
+        return f"out of memory: {first}" if first else "out of memory"
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 

@@ -1,8 +1,8 @@
 """Breaks one rank of a job at a chosen moment, from outside: no line of the project knows of it.
 
-TRAINING_TEST_FAULT is `rank:moment:step:fault`, such as `1:step:2:raise`. The moment is `step`, after the record of that
-step was written, or `save`, before the checkpoint of that step is marked complete. TRAINING_TEST_HELD is the file that
-`hold` makes before it waits for ever.
+TRAINING_TEST_FAULT is `rank:moment:step:fault`, such as `1:step:2:raise`. The moment is `step`, after the record of
+that step was written, or `save`, before the checkpoint of that step is marked complete. TRAINING_TEST_HELD is the file
+that `hold` makes before it waits for ever.
 """
 
 import importlib.abc
@@ -36,8 +36,9 @@ def strike(fault):
         hoard = []
         while True:
             hoard.append(torch.ones(1 << 26))  # 256 MiB
-    if fault == "close":  # the others lose this rank before it says why
-        os.closerange(3, 4096)
+    if fault == "leave":  # the others lose this rank before it says why
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        torch.distributed.destroy_process_group()
         time.sleep(2)
         raise ValueError("the rank that had left")
 
