@@ -1,8 +1,8 @@
 """The training loop of `ljperf` against a plain script of the same engine and configuration, in fresh processes.
 
 The plain scripts (`benchmarks/plain/`) are what the engine's documentation shows: no metering, no records. Both read
-the same job, so that model, data, order and settings are equal; the losses must agree. Arms alternate, and each round gives
-one ratio of median step times.
+the same job, so that model, data, order and settings are equal; the losses must agree. Arms alternate, and each round
+gives one ratio of median step times.
 """
 
 from __future__ import annotations

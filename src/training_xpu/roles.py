@@ -26,7 +26,12 @@ _LAUNCHER_MODULES = frozenset(
         "training_xpu.workloads.launch",
     }
 )
-_HELPER_MODULES = ("joblib.externals.loky", "training_xpu.device", "training_xpu.cli")
+_HELPER_MODULES = (
+    "joblib.externals.loky",
+    "training_xpu.device",
+    "training_xpu.cli",
+    "training_xpu.engines.deepspeed_ops",
+)
 _OPTIONS_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
 
 

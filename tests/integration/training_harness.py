@@ -275,3 +275,8 @@ def run_jobs(jobs: dict[str, JobConfig], ranks: int, folder: Path, ljperf: Ljper
     codes = [process.wait(timeout=500) for process in processes]
     assert codes == [0] * ranks, "\n".join(log.read_text()[-3000:] for log in logs)
     return {name: Run(folder / f"{number:02d}-{name}") for number, name in enumerate(jobs)}
+
+
+def losses_near(found: list[float], expected: list[float]) -> None:
+    """The same training, in another order of summation."""
+    assert found == pytest.approx(expected, rel=2e-6)

@@ -53,23 +53,29 @@ def shared_options(
     packing: Annotated[
         bool, typer.Option("--packing/--no-packing", help="Fill sequences, or pad documents.", rich_help_panel=DATA)
     ] = True,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.", rich_help_panel=DATA)] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens per sequence. Default: the model's, scaled.", rich_help_panel=DATA)
+    ] = None,
     dataloader_workers: Annotated[int, typer.Option(help="Per rank, to read ahead.", rich_help_panel=DATA)] = 0,
     eval_sequences: Annotated[
         int, typer.Option(help="Held-out sequences for the loss before and after; 0: none.", rich_help_panel=DATA)
     ] = 16,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps.", rich_help_panel=TRAINING)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps. Default: 40; train: 100.", rich_help_panel=TRAINING)
+    ] = None,
     micro_batch: Annotated[
-        int | None, typer.Option(help="Sequences per rank and forward.", rich_help_panel=TRAINING)
+        int | None, typer.Option(help="Sequences per rank and forward. Default: what fits.", rich_help_panel=TRAINING)
     ] = None,
     gradient_accumulation: Annotated[int, typer.Option(help="Micro batches per step.", rich_help_panel=TRAINING)] = 1,
-    learning_rate: Annotated[float | None, typer.Option(help="Peak.", rich_help_panel=TRAINING)] = None,
-    warmup_steps: Annotated[
-        int | None, typer.Option(help="Steps up to the peak; then a cosine to a tenth.", rich_help_panel=TRAINING)
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Peak. Default: 1e-3; 3e-4 from 200 M parameters.", rich_help_panel=TRAINING)
     ] = None,
-    weight_decay: Annotated[float, typer.Option(rich_help_panel=TRAINING)] = 0.1,
+    warmup_steps: Annotated[
+        int | None, typer.Option(help="To the peak; then a cosine to a tenth. Default: 5.", rich_help_panel=TRAINING)
+    ] = None,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.", rich_help_panel=TRAINING)] = 0.1,
     clip: Annotated[float, typer.Option(help="Largest gradient norm; 0: no clipping.", rich_help_panel=TRAINING)] = 1.0,
-    seed: Annotated[int, typer.Option(rich_help_panel=TRAINING)] = 42,
+    seed: Annotated[int, typer.Option(help="Of weights and order of data.", rich_help_panel=TRAINING)] = 42,
     nproc: Annotated[
         int | None,
         typer.Option(help="Ranks on this node. Default: one per accelerator, 2 on CPUs.", rich_help_panel=MACHINE),

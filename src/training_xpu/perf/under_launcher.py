@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
 import traceback
@@ -147,7 +146,7 @@ def _prepare_deepspeed() -> None:
         defaults["DS_ACCELERATOR"] = "cpu"
     present = envs.snapshot()
     envs.set_for_children({name: value for name, value in defaults.items() if name not in present})
-    build_operations(Path(os.path.expandvars(envs.snapshot()["TORCH_EXTENSIONS_DIR"])))
+    build_operations(Path(envs.snapshot()["TORCH_EXTENSIONS_DIR"]))
 
 
 def _silent(text: str) -> None:

@@ -28,7 +28,7 @@ class StepRecord(Record):
     padded_tokens: int
     loss_tokens: int  # positions that have a label
     model_flops: float  # this rank's, forward and backward, no recompute
-    hardware_flops: float  # model_flops and what was recomputed
+    hardware_flops: float  # model_flops, what was recomputed, and padding
     peak_memory_bytes: int | None  # accelerators: allocator peak of the step; CPU: peak resident set of the step
 
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from training_xpu import envs
 from training_xpu.errors import CannotRunHere
 from training_xpu.workloads.config import JobConfig
 from training_xpu.workloads.records import StepRecord
@@ -83,6 +84,7 @@ class MlflowTracker:
     def __init__(self, config: JobConfig, run_folder: Path) -> None:
         self._mlflow: Any = importlib.import_module("mlflow")
         if not self._mlflow.is_tracking_uri_set():
+            envs.set_for_children({"MLFLOW_ALLOW_FILE_STORE": "true"})  # recent releases refuse files otherwise
             self._mlflow.set_tracking_uri((run_folder / "mlflow").resolve().as_uri())
         self._mlflow.set_experiment(config.workload)
         self._mlflow.start_run(run_name=run_folder.name)
@@ -99,8 +101,6 @@ class WandbTracker:
     """Offline unless the user has set WANDB_MODE."""
 
     def __init__(self, config: JobConfig, run_folder: Path) -> None:
-        from training_xpu import envs
-
         self._wandb: Any = importlib.import_module("wandb")
         self._run = self._wandb.init(
             project="training-xpu",
