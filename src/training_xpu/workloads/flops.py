@@ -17,7 +17,8 @@ MFU_FORMULA = (
     "tokens, without recompute: 2 per multiply-add of each weight matrix (router and active experts, LM head at every "
     "position, no embedding look-up), and 4 * heads * head size per layer for each (query, key) pair that attention "
     "lets through. As in PaLM (arXiv:2204.02311), appendix B, except that causal and sliding-window pairs are counted "
-    "exactly, where PaLM counts the full square of the sequence length. HFU adds the FLOPs of recomputed blocks and of padding."
+    "exactly, where PaLM counts the full square of the sequence length. HFU adds the FLOPs of recomputed blocks and of "
+    "padding."
 )
 
 
