@@ -21,7 +21,8 @@ def padded(ljperf: Ljperf) -> Done:
     file.write_text((json.dumps({"text": SENTENCE}) + "\n") * 200)
     options = (
         f"--data same.jsonl --nproc {RANKS} --gradient-accumulation {ACCUMULATION} --micro-batch {MICRO} "
-        f"--no-packing --gradient-checkpointing --steps {STEPS} --warmup-steps 3 --live-bytes --report-to tensorboard --weight-decay 0"
+        f"--no-packing --gradient-checkpointing --steps {STEPS} --warmup-steps 3 --live-bytes "
+        "--report-to tensorboard --weight-decay 0"
     )
     return ljperf.train("ddp", *options.split())
 

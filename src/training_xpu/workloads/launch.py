@@ -57,7 +57,8 @@ def launch(job: JobConfig, run_folder: Path, node_rank: int | None, endpoint: st
     Args:
         node_rank: with it the nodes are ranked as told (static rendezvous), without it in the order of their arrival.
         endpoint: host:port of the rendezvous; port 0 takes a free one, for a single node.
-        run_id: the same on all nodes of one job; the run folder's name where it is empty.
+        run_id: the same on all nodes of one job. Where it is empty, jobs on several nodes are told apart by their
+            endpoints alone.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -67,7 +68,7 @@ def launch(job: JobConfig, run_folder: Path, node_rank: int | None, endpoint: st
         "min_nodes": job.nnodes,
         "max_nodes": job.nnodes,
         "nproc_per_node": job.nproc,
-        "run_id": run_id or run_folder.name,
+        "run_id": run_id or ("training-xpu" if job.nnodes > 1 else run_folder.name),
         "rdzv_endpoint": endpoint,
         "rdzv_backend": "static" if static else "c10d",
         "rdzv_configs": {"rank": node_rank} if static else {},

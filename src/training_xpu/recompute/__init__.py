@@ -1,0 +1,1 @@
+"""Recompute: how many blocks give up their activations, chosen from a memory model."""

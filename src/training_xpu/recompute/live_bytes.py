@@ -1,0 +1,85 @@
+"""Live tensor bytes of code that runs on fake tensors: when storages come, when they go, and the peak in between."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a training step, in bytes relative to what is alive when it starts."""
+
+    name: str
+    peak: int  # the highest point, at least 0
+    net: int  # what is left at its end
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts every storage once, from the operation that makes it until its last user lets go.
+
+    A storage's Python object lives as long as the storage itself, so that a finalizer on it sees what autograd keeps.
+    What kernels allocate inside themselves is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0
+        self.segments: list[Segment] = []
+        self._sizes: dict[int, int] = {}
+        self._name: str | None = None
+        self._start = 0
+
+    def mark(self, name: str) -> None:
+        """Ends the running segment and starts one of this name."""
+        if self._name is not None:
+            self.segments.append(Segment(self._name, self.peak - self._start, self.live - self._start))
+        self._name = name
+        self._start = self.peak = self.live
+
+    def restart(self) -> None:
+        """Forgets the segments so far; what is alive stays counted."""
+        self.segments = []
+        self._name = None
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)
+
+
+def walk(base: int, segments: list[Segment]) -> tuple[int, str]:
+    """The peak of segments that follow one another, and the name of the one it is in.
+
+    Args:
+        base: bytes alive before the first.
+    """
+    live = peak = base
+    where = ""
+    for segment in segments:
+        if live + segment.peak > peak:
+            peak, where = live + segment.peak, segment.name
+        live += segment.net
+    return peak, where
