@@ -14,14 +14,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
 from common import finish, parser
 from training_xpu.blocks import find_blocks
 from training_xpu.recompute.predict import predict_peaks
 from training_xpu.workloads.live_bytes import measure_live_bytes
 
-FAMILIES: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "gpt2": GPT2Config}
+FAMILIES: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config, "mixtral": MixtralConfig, "gpt2": GPT2Config}
 LEVELS: dict[str, list[Any]] = {
     "family": list(FAMILIES),
     "dtype": ["fp32", "bf16"],
@@ -51,7 +51,7 @@ def config_of(case: dict[str, Any]) -> Any:
         return GPT2Config(
             n_layer=case["layers"], n_embd=width, n_head=width // 32, vocab_size=case["vocabulary"], n_positions=256
         )
-    more = {"head_dim": 32} if case["family"] == "qwen3" else {}
+    more = {"qwen3": {"head_dim": 32}, "mixtral": {"num_local_experts": 4}}.get(case["family"], {})
     return FAMILIES[case["family"]](
         num_hidden_layers=case["layers"],
         hidden_size=width,

@@ -132,7 +132,10 @@ def test_what_torchrun_decides_cannot_be_asked_of_ljperf(own_runs: Ljperf) -> No
 def test_a_dry_run_starts_nothing_and_its_script_trains(own_runs: Ljperf, tmp_path: Path) -> None:
     arguments = [a for a in own_runs.training("ddp", "--nproc", "2", "--steps", "2") if a != "--json"]
     dry = own_runs(*arguments, "--dry-run")
+    told = own_runs(*arguments, "--dry-run", "--json").document["arms"][0]
     assert not own_runs.runs.exists()
+    assert told["commands"][-1][1:4] == ["-m", "training_xpu.workloads.launch", told["run_folder"]]
+    assert (told["job"]["steps"], told["environment"]["TOKENIZERS_PARALLELISM"]) == (2, "false")
     script = tmp_path / "job.sh"
     script.write_text(dry.stdout)
     environment = {k: v for k, v in own_runs.environment.items() if k != "TRAINING_XPU_RUNS"}

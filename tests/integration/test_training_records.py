@@ -208,7 +208,7 @@ def test_a_feature_is_switched_on_by_its_variable_in_its_arm_alone(arms: Done) -
     told = [r for r in toy["features_applied"] if r["feature"] == "toy"]
     assert [r["event"] for r in told].count("subscribed") == 1
     assert [r["event"] for r in told].count("applied") == 1
-    assert [r["step"] for r in told if "step" in r] == [1, 2, 3]
+    assert [r["data"]["step"] for r in told if r["event"] == "seen"] == [1, 2, 3]
     records = [Run(Path(arm["run"])).record for arm in (base, toy)]
     assert [r["environment"]["TRAINING_XPU_TOY"] for r in records] == ["false", "true"]
     assert records[0]["experiment"] == records[1]["experiment"] is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
 from training_xpu.errors import UserError
 from training_xpu.recompute.live_bytes import LiveBytes, Segment, walk
@@ -26,6 +26,8 @@ SIZES = {
 FAMILIES: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4),
+    "gemma2": lambda: Gemma2Config(**SIZES, head_dim=32),  # eager attention, masks, two kinds of attention
     "gpt2": lambda: GPT2Config(n_layer=LAYERS, n_embd=128, n_head=4, vocab_size=1024, n_positions=256),
 }
 
@@ -58,7 +60,15 @@ def measured_peak(config: Any, recomputed: int, dtype: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", "fp32"), ("llama", "bf16"), ("qwen3", "bf16"), ("gpt2", "fp32")]
+    ("family", "dtype"),
+    [
+        ("llama", "fp32"),
+        ("llama", "bf16"),
+        ("qwen3", "bf16"),
+        ("mixtral", "fp32"),
+        ("gemma2", "bf16"),
+        ("gpt2", "fp32"),
+    ],
 )
 def test_predicted_peaks_are_the_measured_ones(family: str, dtype: Any) -> None:
     config = FAMILIES[family]()
@@ -112,7 +122,8 @@ def test_a_model_without_blocks_is_refused() -> None:
 
 def test_a_model_that_cannot_be_traced_is_refused_in_one_line() -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4))
+        model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
+    model.lm_head = torch.nn.Linear(7, 7, device="meta")  # does not fit
     with pytest.raises(UserError, match="cannot be predicted") as caught:
         predict_peaks(model, BATCH, LENGTH)
     assert len(str(caught.value).splitlines()) == 1

@@ -41,7 +41,7 @@ def launch_and_show(
     from training_xpu.perf.experiment import document, run_experiment
     from training_xpu.perf.resolve import resolve
     from training_xpu.perf.resume import resume_job
-    from training_xpu.perf.runner import dry_run as dry_run_lines
+    from training_xpu.perf.runner import DryRunDocument, as_script, plan_arm
 
     with interrupt_on_signals():
         job = (
@@ -51,7 +51,11 @@ def launch_and_show(
         )
         context = make_context(request, job, output, len(arms))
         if dry_run:
-            console.result("\n\n".join(f"# arm {arm.name}\n{dry_run_lines(job, arm, context)}" for arm in arms))
+            planned = [plan_arm(job, arm, context) for arm in arms]
+            if as_json:
+                console.result(DryRunDocument(workload=job.workload, arms=planned).to_json(indent=2))
+            else:
+                console.result("\n\n".join(f"# arm {arm.name}\n{as_script(arm)}" for arm in planned))
             return ExitCode.DONE
         introduce(job)
         outcome = run_experiment(job, arms, context)

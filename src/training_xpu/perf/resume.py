@@ -33,6 +33,7 @@ FIXED = {
     "data": "data_path",
     "data_field": "data_field",
     "tokenizer": "tokenizer_path",
+    "eval_sequences": "eval_sequences",  # what is held out is no training data
 }
 
 
@@ -88,7 +89,6 @@ def resume_job(request: TrainingRequest, given: frozenset[str], say: Callable[[s
         "resume_from": found.absolute(),
         "save_every": request.save_every if "save_every" in given else job.save_every,
         "keep_checkpoints": request.keep_checkpoints if "keep_checkpoints" in given else job.keep_checkpoints,
-        "eval_sequences": request.eval_sequences if "eval_sequences" in given else job.eval_sequences,
         "dataloader_workers": request.dataloader_workers if "dataloader_workers" in given else job.dataloader_workers,
         "measure_live_bytes": request.live_bytes,
         "report_to": list(request.report_to),

@@ -22,6 +22,7 @@ from training_xpu.perf.failures import collect_failures
 from training_xpu.perf.progress import ProgressDisplay, ProgressFollower
 from training_xpu.perf.records import RUN_FILE, RunRecord
 from training_xpu.perf.summary import summarise
+from training_xpu.records import Record
 from training_xpu.workloads.config import JOB_FILE, EngineName, JobConfig
 from training_xpu.workloads.launch import LAUNCH_FILE
 from training_xpu.workloads.process import failure_reason
@@ -73,24 +74,53 @@ def launch_command(run_folder: Path, rendezvous: Rendezvous, parent: int | None)
     return command
 
 
-def dry_run(job: JobConfig, arm: Arm, context: RunContext) -> str:
-    """A shell script that trains the arm: its folder, its job, its environment, its command; nothing is started here.
+class PlannedArm(Record):
+    """What would be done for one arm. The measured record of a run is written by `ljperf` itself, not by the ranks."""
 
-    What it leaves is the steps, events and logs. The measured record is written by `ljperf` itself, not by the ranks.
-    """
+    name: str
+    run_folder: Path
+    job: JobConfig  # goes into the folder as job.json
+    environment: dict[str, str]  # beside what the user has set
+    commands: list[list[str]]
+
+
+class DryRunDocument(Record):
+    """What `--dry-run --json` prints."""
+
+    workload: str
+    arms: list[PlannedArm]
+
+
+def plan_arm(job: JobConfig, arm: Arm, context: RunContext) -> PlannedArm:
+    """What `run_arm` would do; nothing is created or started."""
     folder = context.runs_folder / f"dry-run-{arm.name}"
     environment = job_environment(job, arm.features, folder, context.has_accelerator)
-    lines = [
-        f"mkdir -p {shlex.quote(str(folder / 'logs'))}",
-        f"cat > {shlex.quote(str(folder / JOB_FILE))} <<'END_OF_JOB'",
-        with_run_folder(job, folder).to_json(indent=2),
-        "END_OF_JOB",
-        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.items())),
-    ]
+    commands = [launch_command(folder, context.rendezvous, None)]
     if job.engine is EngineName.DEEPSPEED:
         extensions = {**envs.snapshot(), **environment}["TORCH_EXTENSIONS_DIR"]
-        lines.append(shlex.join([sys.executable, "-m", "training_xpu.engines.deepspeed_ops", extensions]))
-    return "\n".join([*lines, shlex.join(launch_command(folder, context.rendezvous, None))])
+        commands.insert(0, [sys.executable, "-m", "training_xpu.engines.deepspeed_ops", extensions])
+    return PlannedArm(
+        name=arm.name,
+        run_folder=folder,
+        job=with_run_folder(job, folder),
+        environment=environment,
+        commands=commands,
+    )
+
+
+def as_script(planned: PlannedArm) -> str:
+    """A shell script that trains the arm: its folder, its job, its environment, its commands."""
+    folder = planned.run_folder
+    return "\n".join(
+        [
+            f"mkdir -p {shlex.quote(str(folder / 'logs'))}",
+            f"cat > {shlex.quote(str(folder / JOB_FILE))} <<'END_OF_JOB'",
+            planned.job.to_json(indent=2),
+            "END_OF_JOB",
+            *(f"export {name}={shlex.quote(value)}" for name, value in sorted(planned.environment.items())),
+            *map(shlex.join, planned.commands),
+        ]
+    )
 
 
 def run_arm(job: JobConfig, arm: Arm, context: RunContext) -> Path:

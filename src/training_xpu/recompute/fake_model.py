@@ -81,6 +81,8 @@ def use_causal_attention(model: Any) -> None:
 
     AttentionInterface.register(ATTENTION, sdpa_attention_forward)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
+    if getattr(model.config, "_attn_implementation", None) != "sdpa":
+        return  # the others make the same mask on real and on fake tensors
     # The copy shares its config with the original, which must not change: every module gets one of its own.
     config = copy.deepcopy(model.config)
     config._attn_implementation = ATTENTION

@@ -50,7 +50,10 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default:
+            result = _grouped_mm(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor)
@@ -68,6 +71,24 @@ class LiveBytes(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         self.live -= self._sizes.pop(key, 0)
+
+
+def _grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """The shape of torch's grouped matrix product; its own fake kernel knows bf16 alone, the real one other dtypes too.
+
+    Args:
+        a: (tokens, k), (groups, tokens, k), or (k, tokens) for products over the tokens of each group.
+        b: (groups, k, n), or two-dimensional alike.
+        offs: where each group ends, for whichever side has no group dimension.
+    """
+    if a.dim() == 2 and b.dim() == 2:
+        assert offs is not None
+        return a.new_empty(offs.shape[0], a.shape[0], b.shape[1])
+    if a.dim() == 3 and b.dim() == 3:
+        return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    return a.new_empty(a.shape[-2], b.shape[-1])
 
 
 def walk(base: int, segments: list[Segment]) -> tuple[int, str]:
