@@ -21,6 +21,11 @@ FP32 = 2e-6
 BF16 = 5e-3
 
 
+def tied(job: JobConfig) -> JobConfig:
+    """With one weight for embedding and head, and none decayed, which engines do differently."""
+    return job.model_copy(update={"model": {**job.model, "tie_word_embeddings": True}, "weight_decay": 0.0})
+
+
 @pytest.fixture(scope="module")
 def one_rank(base_job: JobConfig, ljperf: Ljperf, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     jobs: dict[str, JobConfig] = {}
@@ -34,6 +39,7 @@ def one_rank(base_job: JobConfig, ljperf: Ljperf, tmp_path_factory: pytest.TempP
         jobs[f"{engine} padded accumulating"] = for_engine(padded, engine, **accumulating)
         jobs[f"{engine} unclipped"] = for_engine(packed, engine, gradient_clipping=0.0)
         jobs[f"{engine} recomputed"] = for_engine(packed, engine, gradient_checkpointing=True)
+        jobs[f"{engine} tied"] = for_engine(tied(base_job), engine)
     for kind in ("packed", "padded"):
         jobs[f"ddp {kind} undecayed"] = jobs[f"ddp {kind}"].model_copy(update={"weight_decay": 0.0})
     # DeepSpeed's ZeRO 0 counts its first update in low precision as the second, so that it lags behind.
@@ -56,6 +62,7 @@ def two_ranks(base_job: JobConfig, ljperf: Ljperf, tmp_path_factory: pytest.Temp
         jobs[f"{engine} packed"] = for_engine(packed, engine)
         jobs[f"{engine} padded"] = for_engine(padded, engine)
         jobs[f"{engine} padded accumulating"] = for_engine(padded, engine, micro_batch=1, gradient_accumulation=2)
+        jobs[f"{engine} tied"] = for_engine(tied(base_job), engine, micro_batch=2)
         if engine in OWN_LOOP:
             jobs[f"{engine} weights"] = for_engine(packed, engine, steps=1)
     jobs["zero3 partitioned weights"] = for_engine(base_job, "zero3")
@@ -102,6 +109,12 @@ def test_two_ranks_train_as_one_does(
     first, second = run.steps(rank=0), run.steps(rank=1)
     for name in ("step", "loss", "gradient_norm", "learning_rate"):
         assert [s[name] for s in first] == [s[name] for s in second]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tied_weights_stay_tied(one_rank: dict[str, Run], two_ranks: dict[str, Run], engine: str) -> None:
+    near(one_rank[f"{engine} tied"], one_rank["ddp tied"], FP32)
+    near(two_ranks[f"{engine} tied"], one_rank["ddp tied"], FP32)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -75,7 +75,7 @@ def test_in_the_middle_of_training(tmp_path: Path) -> None:
     assert state.tokens_per_second == 1024.0  # 2 ranks x 1024 tokens / 2 s
     assert state.seconds_left == 70.0
     assert state.slowest_rank is None
-    assert describe(state) == "step 5/40  loss 6.123  1,024 tokens/s  2 ranks  1:10 left"
+    assert describe(state) == "step 5/40  loss 6.123  512 tokens/s/device  2 ranks  1:10 left"
     assert follower.poll(now=1011.0).seconds_left == 69.0
     train(tmp_path, range(6, 13))
     assert follower.poll(now=1024.0).step == 12

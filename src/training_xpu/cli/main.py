@@ -58,7 +58,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     own, separator, foreign = _split_foreign(given)
     debug = "--debug" in own
-    own = [a for a in own if a != "--debug"]
+    own = [a for a in own if a != "--debug"] or ([] if separator else ["--help"])
     try:
         outcome = app(args=[*action_form(own), *separator, *foreign], prog_name="ljperf", standalone_mode=False)
         return outcome if isinstance(outcome, int) else int(ExitCode.DONE)

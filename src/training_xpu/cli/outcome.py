@@ -34,7 +34,7 @@ def _row(arm: ArmDocument) -> list[str]:
         arm.name,
         arm.status,
         _number(rate, 0),
-        f"{rate.ci95[0]:,.0f} - {rate.ci95[1]:,.0f}" if rate else UNKNOWN,
+        f"{rate.ci95[0]:,.0f} - {rate.ci95[1]:,.0f}" if rate and rate.count > 1 else UNKNOWN,
         _number(step, 3),
         f"{arm.mfu:.1%}" if arm.mfu is not None else UNKNOWN,
         f"{arm.peak_memory_bytes / 2**30:,.2f} GiB" if arm.peak_memory_bytes is not None else UNKNOWN,
@@ -46,8 +46,8 @@ def _row(arm: ArmDocument) -> list[str]:
 def _explain(summary: Summary) -> None:
     phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in summary.phases_s.items() if seconds is not None)
     console.result(
-        f"medians over {summary.steps_measured} steps after {summary.warmup_steps} warm-up steps, bootstrap intervals; "
-        f"per step: {phases}"
+        f"medians over {_count(summary.steps_measured, 'step')} after {_count(summary.warmup_steps, 'warm-up step')}, "
+        f"{_method(summary.steps_measured)}; per step: {phases}"
     )
     if summary.mfu is not None and summary.peak_flops is not None:
         console.result(
@@ -58,8 +58,19 @@ def _explain(summary: Summary) -> None:
     if summary.live_bytes_peak is not None:
         memory += f"; live tensor bytes {summary.live_bytes_peak / 2**30:,.2f} GiB in a separate, untimed step"
     console.result(memory)
-    if summary.communication_s_profiled is not None:
-        console.result(f"collectives ran for {summary.communication_s_profiled:.3f} s of that step")
+
+
+def _method(steps: int) -> str:
+    """How `statistics.estimate` comes to its interval for so many values."""
+    from training_xpu.perf.statistics import FEWEST_TO_RESAMPLE
+
+    if steps >= FEWEST_TO_RESAMPLE:
+        return "bootstrap intervals"
+    return "intervals by Student's t" if steps > 1 else "no interval from a single one"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _number(estimate: Estimate | None, digits: int) -> str:

@@ -122,7 +122,8 @@ def page(folder: Path, record: RunRecord, output: Path | None) -> str:
     if record.summary is not None:
         if record.summary.steps_measured:
             sections.append(("Measured", _measured(record.summary)))
-        sections.append(("Loss", _loss(record.summary)))
+        if record.summary.loss.first is not None:
+            sections.append(("Loss", _loss(record.summary)))
     blocks = [_section(title, rows) for title, rows in sections]
     blocks += [_failure(failure) for failure in record.failures]
     if record.config is not None:
@@ -157,6 +158,8 @@ def _about(folder: Path, record: RunRecord) -> Rows:
             ),
             ("data", config.data.source),
         ]
+        if config.resume_from is not None:
+            rows.append(("resumed from", str(config.resume_from)))
     if record.experiment is not None:
         rows.append(("experiment", record.experiment))
     applied = [_report(line) for line in record.feature_reports if line.get("feature")]

@@ -71,7 +71,11 @@ def shared_options(
         float | None, typer.Option(help="Peak. Default: 1e-3; 3e-4 from 200 M parameters.", rich_help_panel=TRAINING)
     ] = None,
     warmup_steps: Annotated[
-        int | None, typer.Option(help="To the peak; then a cosine to a tenth. Default: 5.", rich_help_panel=TRAINING)
+        int | None,
+        typer.Option(
+            help="To the peak; then a cosine to a tenth. Default: 5, at most a quarter of the steps.",
+            rich_help_panel=TRAINING,
+        ),
     ] = None,
     weight_decay: Annotated[float, typer.Option(help="Of AdamW.", rich_help_panel=TRAINING)] = 0.1,
     clip: Annotated[float, typer.Option(help="Largest gradient norm; 0: no clipping.", rich_help_panel=TRAINING)] = 1.0,

@@ -31,16 +31,30 @@ class FsdpTraining:
 
     name = "fsdp"
 
-    def __init__(self, build: Callable[[], torch.nn.Module], settings: EngineSettings, device: torch.device) -> None:
+    def __init__(
+        self,
+        build: Callable[[], torch.nn.Module],
+        build_empty: Callable[[], torch.nn.Module],
+        settings: EngineSettings,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            build: makes the model with its weights.
+            build_empty: makes the same model without weights, on the default device.
+        """
         self.settings = settings
-        rank = torch.distributed.get_rank()
-        with torch.device("cpu" if rank == 0 else "meta"):
-            self.model = build()
-        whole = self.model.state_dict() if rank == 0 else {}
-        buffers = {name: buffer.to(device) for name, buffer in self.model.named_buffers()} if rank == 0 else {}
+        whole: dict[str, Any] = {}
+        buffers: dict[str, torch.Tensor] = {}
+        if torch.distributed.get_rank() == 0:
+            original = build()
+            whole = original.state_dict()
+            buffers = {name: buffer.to(device) for name, buffer in original.named_buffers()}
+            del original
+        with torch.device("meta"):
+            self.model = build_empty()
         if settings.checkpoint_activations:
             checkpoint_activations(self.model)
-        self.model.to("meta")
 
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         low = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.dtype]
@@ -50,6 +64,7 @@ class FsdpTraining:
                 fully_shard(block, mesh=mesh, mp_policy=policy)
         self.sharded: Any = fully_shard(self.model, mesh=mesh, mp_policy=policy)
         self.model.to_empty(device=device)
+        _tie_weights(self.model)  # giving them storage has separated them
         set_model_state_dict(
             self.model, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         )
@@ -101,6 +116,13 @@ class FsdpTraining:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         gathered: dict[str, Any] = get_model_state_dict(self.model, options=options)
         return gathered if torch.distributed.get_rank() == 0 else None
+
+
+def _tie_weights(model: torch.nn.Module) -> None:
+    """Makes the weights one again that the model's config says are one, such as embedding and head."""
+    tie = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
 
 
 def _share_buffers(model: torch.nn.Module, of_rank_0: dict[str, torch.Tensor]) -> None:

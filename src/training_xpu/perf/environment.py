@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,9 +20,14 @@ def job_environment(job: JobConfig, features_on: list[str], run_folder: Path, ha
     """
     ours: dict[str, str] = dict(features.environment_for(features_on))
     ours["TRAINING_XPU_REPORT"] = str(run_folder / report.FOLDER_NAME)
+    present = envs.snapshot()
     for name, value in defaults(job, has_accelerator).items():
-        if name not in envs.snapshot():
+        if name not in present:
             ours[name] = value
+    # Native operations are rebuilt when another ninja is found first: it must be the one installed beside this Python.
+    tools, path = str(Path(sys.executable).parent), present.get("PATH", os.defpath)
+    if path.split(os.pathsep)[0] != tools:
+        ours["PATH"] = tools + os.pathsep + path
     return ours
 
 

@@ -17,6 +17,7 @@ from training_xpu.workloads.records import EventRecord
 
 LOG_TAIL_LINES = 15
 FULL_DISK_BYTES = 1 << 20
+CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 def collect_failures(
@@ -70,7 +71,10 @@ def _launch_record(run_folder: Path) -> LaunchRecord:
 
 def _reason(ended: EndedRank, event: EventRecord | None, kernel: str, run_folder: Path) -> str:
     if ended.exit_code < 0:
-        return _killed(-ended.exit_code, kernel)
+        reason = _killed(-ended.exit_code, kernel)
+        if -ended.exit_code in CRASHES:  # what the process said last tells why
+            reason += _tail(run_folder / "logs" / f"rank-{ended.rank}.log")
+        return reason
     if event is not None:
         return event.name
     return f"ended with exit code {ended.exit_code}" + _tail(run_folder / "logs" / f"rank-{ended.rank}.log")

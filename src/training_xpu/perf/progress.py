@@ -211,7 +211,7 @@ def _own_work(step: StepRecord) -> float:
 
 
 def describe(state: ProgressState) -> str:
-    """One line for people, such as `step 12/40  loss 6.123  10,240 tokens/s  rank 1 slowest (+40 ms)  1:10 left`."""
+    """One line for people: `step 12/40  loss 6.123  10,240 tokens/s/device  rank 1 slowest (+40 ms)  1:10 left`."""
     if state.phase == "failed":
         return f"failed  {state.detail}".rstrip()
     if state.phase == "finished":
@@ -229,7 +229,7 @@ def describe(state: ProgressState) -> str:
     if state.loss is not None:
         parts.append(f"loss {state.loss:.3f}")
     if state.tokens_per_second is not None:
-        parts.append(f"{state.tokens_per_second:,.0f} tokens/s")
+        parts.append(f"{state.tokens_per_second / state.world_size:,.0f} tokens/s/device")
     if state.world_size > 1:
         if state.slowest_rank is None:
             parts.append(f"{state.world_size} ranks")

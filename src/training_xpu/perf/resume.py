@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from training_xpu import device
@@ -10,7 +11,7 @@ from training_xpu.errors import UserError
 from training_xpu.perf.request import TrainingRequest
 from training_xpu.perf.resolve import TRAINED_MODEL, check_choices, check_numbers, choose_nproc, with_data_in_place
 from training_xpu.workloads import checkpoint
-from training_xpu.workloads.config import JobConfig
+from training_xpu.workloads.config import JOB_FILE, JobConfig
 from training_xpu.workloads.reporting import check_trackers
 
 # How an option of the command line is called in the job, where it fixes what is trained.
@@ -81,7 +82,8 @@ def resume_job(request: TrainingRequest, given: frozenset[str], say: Callable[[s
     steps = request.steps or job.steps
     if steps <= record.step:
         raise UserError(
-            f"--steps {steps}: the checkpoint is at step {record.step} already", f"Such as: --steps {record.step * 2}"
+            f"--steps {steps}: the checkpoint is at step {record.step} already",
+            f"To go on beyond the schedule's end: --steps {record.step * 2}",
         )
     choose_nproc(TrainingRequest(model=job.workload, nproc=job.nproc), len(device.torch_view().accelerators))
     changes: dict[str, Any] = {
@@ -93,10 +95,16 @@ def resume_job(request: TrainingRequest, given: frozenset[str], say: Callable[[s
         "measure_live_bytes": request.live_bytes,
         "report_to": list(request.report_to),
         "model_folder": TRAINED_MODEL if request.save_model else None,
-        "checkpoint_folder": request.save.absolute() if request.save is not None else found.absolute().parent,
+        "checkpoint_folder": request.save.absolute() if request.save is not None else _shared_folder(found),
     }
     say(f"resuming {job.workload} at step {record.step} from {found}")
     return with_data_in_place(JobConfig.model_validate({**job.model_dump(), **changes}), say)
+
+
+def _shared_folder(found: Path) -> Path | None:
+    """The folder of checkpoints that goes on being used: one the user chose, not the inside of the earlier run."""
+    folder = found.absolute().parent
+    return None if (folder.parent / JOB_FILE).is_file() else folder
 
 
 def _contradiction(option: str, now: object, before: object) -> UserError:

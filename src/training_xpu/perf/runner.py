@@ -29,6 +29,7 @@ from training_xpu.workloads.process import failure_reason
 from training_xpu.workloads.records import PEAK_MEMORY_NOTE
 
 POLL_SECONDS = 0.2
+LOOKING_SECONDS = 20.0
 RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 512 * 1024
 
@@ -213,8 +214,6 @@ def with_run_folder(job: JobConfig, folder: Path) -> JobConfig:
 def build_operations(environment: dict[str, str], say: Callable[[str], None]) -> None:
     """Builds DeepSpeed's native operations before the ranks need them; without a compiler the ranks do without."""
     folder = environment["TORCH_EXTENSIONS_DIR"]
-    if not any(Path(folder).glob("fused_adam/*.so")):
-        say("building DeepSpeed's fused optimizer, once for this environment (about a minute)")
     builder = subprocess.Popen(
         [sys.executable, "-m", "training_xpu.engines.deepspeed_ops", folder],
         env=environment,
@@ -224,13 +223,27 @@ def build_operations(environment: dict[str, str], say: Callable[[str], None]) ->
         start_new_session=True,
     )
     try:
-        told, _ = builder.communicate()
+        told = _wait_for_builder(builder, say)
     finally:
         if builder.poll() is None:
             with deaf_to_interrupts():
                 end_tree(builder)  # the compilers too
     if builder.returncode != 0 or b"FusedAdamBuilder" in told:
         say("DeepSpeed's fused optimizer cannot be built here (is g++ installed?); torch's AdamW is used instead")
+
+
+def _wait_for_builder(builder: subprocess.Popen[bytes], say: Callable[[str], None]) -> bytes:
+    """What the builder printed; says that it builds once it takes longer than looking at what is built already."""
+    begun = time.monotonic()
+    while True:
+        try:
+            return builder.communicate(timeout=LOOKING_SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            elapsed = time.monotonic() - begun
+            if elapsed < 2 * LOOKING_SECONDS:
+                say("building DeepSpeed's native operations, once per environment (one to four minutes on two cores)")
+            else:
+                say(f"still building, {elapsed:.0f} s")
 
 
 def _watch(child: subprocess.Popen[bytes], follower: ProgressFollower, display: ProgressDisplay) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from training_xpu.errors import UserError
 from training_xpu.records import Record
-from training_xpu.workloads.config import EngineName, JobConfig
+from training_xpu.workloads.config import JOB_FILE, EngineName, JobConfig
 
 MARKER = "complete.json"
 STEP_FOLDER = re.compile(r"step-(\d+)$")
@@ -101,7 +101,8 @@ def find_checkpoint(path: Path) -> Path:
     """The newest complete checkpoint that a path stands for.
 
     Args:
-        path: a checkpoint, the folder that holds checkpoints, or a run folder.
+        path: a checkpoint, the folder that holds checkpoints, or a run folder. A run that was itself resumed, and ended
+            before its first checkpoint, stands for the one it was resumed from.
 
     Raises:
         UserError: nothing complete is there.
@@ -120,7 +121,17 @@ def find_checkpoint(path: Path) -> Path:
             except UserError:
                 continue
             return candidate
-    raise UserError(f"--resume {path}: no complete checkpoint there", "Was the run started with --save-every?")
+    if (path / JOB_FILE).is_file():
+        origin = JobConfig.read(path / JOB_FILE)
+        if origin.resume_from is not None and origin.resume_from.exists():
+            read_complete(origin.resume_from)
+            return origin.resume_from
+        if origin.checkpoint_folder is not None and origin.checkpoint_folder.parent != path:
+            return find_checkpoint(origin.checkpoint_folder)
+    raise UserError(
+        f"--resume {path}: no complete checkpoint there",
+        "The run ended before its first checkpoint, or was started without --save-every.",
+    )
 
 
 def _ordered(checkpoints: Path) -> list[Path]:

@@ -124,6 +124,10 @@ class JobConfig(Record):
     peak_flops_per_rank: float | None = None  # FLOP/s in `dtype`, measured or known
     peak_source: str = ""  # e.g. "measured: best of 9 bf16 GEMMs 2048^3 on 2 cores, divided among 2 ranks"
 
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint follows this step: every `save_every` steps, and at the end of the schedule."""
+        return self.save_every > 0 and (step % self.save_every == 0 or step == self.steps)
+
     @property
     def world_size(self) -> int:
         return self.nproc * self.nnodes

@@ -96,9 +96,6 @@ class StepCallback(TrainerCallback):
         self.trackers = open_trackers(config, run_folder) if writer.rank == 0 else []
         self.profile = LiveBytesProfile()
         self.tokens = TokenCounts()
-        self.pending: tuple[float, dict[Any, float]] | None = None
-        self.gone_on = False
-        self.saved = False
 
         # For the phases inside a training step.
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -148,7 +145,7 @@ class StepCallback(TrainerCallback):
             self.profile.stop()
             self.writer.event("live-bytes", value=self.profile.peak_bytes, seconds=self.profile.communication_seconds)
             return
-        control.should_save = bool(self.config.save_every) and step % self.config.save_every == 0
+        control.should_save = self.config.saves_after(step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """The Trainer has averaged the step's loss over the ranks, as it does for every logged step."""

@@ -59,7 +59,7 @@ def make_engine(config: JobConfig, device: torch.device, partition_while_buildin
     if config.engine is EngineName.FSDP:
         from training_xpu.engines.fsdp import FsdpTraining
 
-        return FsdpTraining(build, settings, device)
+        return FsdpTraining(build, lambda: build_model(config.model, None, config.seed), settings, device)
     if config.engine is EngineName.DDP:
         from training_xpu.engines.ddp import DdpTraining
 
@@ -113,7 +113,7 @@ class TrainingLoop:
         self.meter.start()
         for step in range(self.done_steps + 1, config.steps + 1):
             self.step(step)
-            if config.save_every and step % config.save_every == 0:
+            if config.saves_after(step):
                 self.save_checkpoint(step)
                 self.meter.start()
             else:
