@@ -1,7 +1,16 @@
-"""One thread per process: models here are tiny, and threads that spin for each other are most of the time otherwise."""
+"""What every test process, and what it starts, finds in its environment."""
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
+# Models here are tiny: threads that spin for each other would be most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# DeepSpeed's native operations take minutes to build: once for all tests, and kept between sessions. With another ninja
+# found first they would be built again.
+TOOLS = str(Path(sys.executable).parent)
+os.environ["PATH"] = os.pathsep.join([TOOLS, *os.environ.get("PATH", os.defpath).split(os.pathsep)])
+os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "d" / "torch_extensions")

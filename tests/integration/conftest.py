@@ -33,6 +33,8 @@ def training_environment(tmp_path_factory: pytest.TempPathFactory, request: pyte
         "TRAINING_XPU_RUNS": str(folder / "runs"),
         "TORCH_EXTENSIONS_DIR": str(cache.mkdir("torch_extensions")),
         "COLUMNS": "160",
+        # As ljperf sets it for its ranks: with another ninja first, native operations are built again.
+        "PATH": str(Path(sys.executable).parent) + os.pathsep + inherited.get("PATH", os.defpath),
     }
 
 

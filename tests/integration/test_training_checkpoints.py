@@ -79,8 +79,9 @@ def test_kill_9_within_a_save_leaves_the_older_checkpoint_to_go_on_from(ljperf: 
     assert killed.losses == whole.losses[:4]
     assert later.losses == whole.losses[2:]
     assert later.evaluation("after") == whole.evaluation("after")
-    # It saves beside the older ones, over what the killed run had left.
-    assert {p.name for p in checkpoints.iterdir()} == {"step-0000004", "step-0000006"}
+    # It saves into its own folder, and leaves the killed run's as they are.
+    assert {p.name for p in (later.folder / "checkpoints").iterdir()} == {"step-0000004", "step-0000006"}
+    assert {p.name for p in checkpoints.iterdir()} == {"step-0000002", ".step-0000004.partial"}
 
 
 REFUSED = [

@@ -256,6 +256,17 @@ def for_engine(job: JobConfig, engine: str, **changes: Any) -> JobConfig:
     return job.model_copy(update=changes)
 
 
+_built: set[str] = set()
+
+
+def build_operations(folder: str, environment: dict[str, str]) -> None:
+    """Builds DeepSpeed's operations once in a session, as `ljperf` does: ranks would wait for a killed build."""
+    if folder not in _built:
+        command = [sys.executable, "-m", "training_xpu.engines.deepspeed_ops", folder]
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        _built.add(folder)
+
+
 def run_jobs(jobs: dict[str, JobConfig], ranks: int, folder: Path, ljperf: Ljperf) -> dict[str, Run]:
     """Trains every job on `ranks` processes, one job after the other."""
     for number, (name, job) in enumerate(jobs.items()):
@@ -267,12 +278,18 @@ def run_jobs(jobs: dict[str, JobConfig], ranks: int, folder: Path, ljperf: Ljper
     shared |= {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(HERE / "jobs" / "run_jobs.py"), str(folder)]
     logs = [folder.parent / f"{folder.name}-{rank}.log" for rank in range(ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with log.open("w") as stream:
-            processes.append(subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT))
-    codes = [process.wait(timeout=500) for process in processes]
+    if any(job.engine is EngineName.DEEPSPEED for job in jobs.values()):
+        build_operations(shared["TORCH_EXTENSIONS_DIR"], shared)
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("w") as stream:
+                processes.append(subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT))
+        codes = [process.wait(timeout=500) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert codes == [0] * ranks, "\n".join(log.read_text()[-3000:] for log in logs)
     return {name: Run(folder / f"{number:02d}-{name}") for number, name in enumerate(jobs)}
 
