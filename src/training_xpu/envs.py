@@ -207,7 +207,7 @@ def disabled() -> bool:
 
 def report_folder() -> Path | None:
     value = get("TRAINING_XPU_REPORT")
-    return None if value is None else Path(value).expanduser()
+    return None if value is None else expand("TRAINING_XPU_REPORT", value)
 
 
 def log_level() -> int:
@@ -225,16 +225,33 @@ def log_level() -> int:
 def cache_folder() -> Path:
     own = get("TRAINING_XPU_CACHE")
     if own is not None:
-        return Path(own).expanduser()
+        return expand("TRAINING_XPU_CACHE", own)
     shared = get("XDG_CACHE_HOME")
     # The XDG specification calls relative paths invalid and has them ignored.
     if shared is not None and Path(shared).is_absolute():
         return Path(shared) / "training-xpu"
-    return Path("~/.cache/training-xpu").expanduser()
+    try:
+        return Path("~/.cache/training-xpu").expanduser()
+    except RuntimeError:  # a user without a home folder, as in many containers
+        import tempfile  # rarely needed, and dear while torch is being imported
+
+        return Path(tempfile.gettempdir()) / f"training-xpu-{os.getuid()}"
+
+
+def expand(name: str, text: str) -> Path:
+    """The path with `~` resolved.
+
+    Raises:
+        BadValue: there is no such home folder.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise BadValue(f"{name} is {text!r}, and there is no such home folder", "Write the whole path.") from None
 
 
 def runs_folder() -> Path:
-    return Path(get("TRAINING_XPU_RUNS") or "runs").expanduser()
+    return expand("TRAINING_XPU_RUNS", get("TRAINING_XPU_RUNS") or "runs")
 
 
 class Distributed(NamedTuple):
@@ -319,7 +336,7 @@ def image_defaults() -> dict[str, str]:
         return {}
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+    except (OSError, RuntimeError):
         return {}
     presets: dict[str, str] = {}
     for line in lines:

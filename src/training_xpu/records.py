@@ -36,10 +36,14 @@ class Record(BaseModel):
         Raises:
             UserError: the file is missing, is no such record, or was written by a newer version.
         """
+        if path.exists() and not path.is_file():
+            raise UserError(f"cannot read {path}: it is no regular file")
         try:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not a {cls.__name__}: it is not text") from error
         known = cls.model_fields["schema_version"].default
         try:
             found = json.loads(text).get("schema", known)
@@ -49,7 +53,7 @@ class Record(BaseModel):
                     "Upgrade training-xpu-pytorch.",
                 )
             return cls.model_validate_json(text)
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             raise UserError(f"{path} is not a {cls.__name__}: {reason}") from error
 

@@ -9,7 +9,7 @@ import pytest
 
 from training_xpu.errors import UserError
 from training_xpu.workloads import checkpoint
-from training_xpu.workloads.config import EngineName, FlopShares, JobConfig, PreparedData, Scale
+from training_xpu.workloads.config import JOB_FILE, EngineName, FlopShares, JobConfig, PreparedData, Scale
 
 
 @pytest.fixture
@@ -125,3 +125,35 @@ def test_wrong_places_are_named(tmp_path: Path) -> None:
         checkpoint.find_checkpoint(tmp_path)
     with pytest.raises(UserError, match="not the same folder on all nodes"):
         checkpoint.check_shared(checkpoint.staging_folder(tmp_path, 1))
+
+
+def test_a_folder_with_checkpoints_of_another_run_is_refused_for_a_new_one(tmp_path: Path, job: JobConfig) -> None:
+    checkpoint.check_unused(tmp_path / "not there yet")
+    checkpoint.check_unused(tmp_path)
+    save(tmp_path, 2, job)
+    with pytest.raises(UserError, match="holds checkpoints of another run"):
+        checkpoint.check_unused(tmp_path)
+
+
+def test_a_resumed_run_without_a_checkpoint_of_its_own_stands_for_the_one_it_came_from(
+    tmp_path: Path, job: JobConfig
+) -> None:
+    origin = save(tmp_path / "first" / "checkpoints", 2, job)
+    resumed = tmp_path / "second"
+    resumed.mkdir()
+    job.model_copy(update={"resume_from": origin}).write(resumed / JOB_FILE)
+    assert checkpoint.find_checkpoint(resumed) == origin
+
+
+def test_a_run_that_saved_elsewhere_is_found_there(tmp_path: Path, job: JobConfig) -> None:
+    saved = save(tmp_path / "elsewhere", 2, job)
+    run = tmp_path / "run"
+    run.mkdir()
+    job.model_copy(update={"checkpoint_folder": tmp_path / "elsewhere"}).write(run / JOB_FILE)
+    assert checkpoint.find_checkpoint(run) == saved
+
+
+def test_the_last_step_is_saved_too(job: JobConfig) -> None:
+    saving = job.model_copy(update={"steps": 12, "save_every": 5})
+    assert [step for step in range(1, 13) if saving.saves_after(step)] == [5, 10, 12]
+    assert not any(job.saves_after(step) for step in range(1, 13))

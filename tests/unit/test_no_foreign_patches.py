@@ -11,7 +11,16 @@ import training_xpu
 
 PACKAGE = Path(training_xpu.__file__).parent
 # torch's own documented switches are settings, not patches.
-SETTINGS = ("torch.backends.", "torch._dynamo.config.", "torch._inductor.config.", "datasets.config.")
+# A program's streams are its own.
+SETTINGS = (
+    "sys.stdin",
+    "sys.stdout",
+    "sys.stderr",
+    "torch.backends.",
+    "torch._dynamo.config.",
+    "torch._inductor.config.",
+    "datasets.config.",
+)
 
 
 def foreign_names(tree: ast.AST) -> dict[str, str]:

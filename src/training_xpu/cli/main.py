@@ -55,6 +55,7 @@ app.command()(explain)
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code; errors become one or two lines on stderr."""
+    console.open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     own, separator, foreign = _split_foreign(given)
     debug = "--debug" in own

@@ -7,10 +7,13 @@ process left; a lock that is in use, by a rank of another job that loads the ope
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 
@@ -56,6 +59,28 @@ def _builds(builder_name: str) -> bool:
     return True
 
 
+def end_with(parent: int) -> None:
+    """Ends this process and the compilers below it once the parent is gone, however it ended."""
+    import psutil
+
+    while os.getppid() == parent:
+        time.sleep(1)
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="training_xpu.engines.deepspeed_ops")
+    parser.add_argument("extensions", type=Path)
+    parser.add_argument("--parent", type=int, default=None, help="process that this build ends with")
+    options = parser.parse_args(arguments)
+    if options.parent is not None:
+        threading.Thread(target=end_with, args=(options.parent,), daemon=True).start()
+    print(" ".join(build_operations(options.extensions)))
+    return 0
+
+
 if __name__ == "__main__":
-    failed = build_operations(Path(sys.argv[1]))
-    print(" ".join(failed))
+    sys.exit(main())

@@ -54,7 +54,7 @@ def collect_failures(
     elif launch.error:
         reason = launch.error.splitlines()[0]
     elif launcher_exit < 0:
-        reason = "the launcher of the ranks was " + _killed(-launcher_exit, kernel)
+        reason = "the launcher of the ranks was " + killed_by(-launcher_exit, kernel)
     else:
         reason = "the launcher ended without a word" + _tail(run_folder / "logs" / "launcher.log")
     if shutil.disk_usage(run_folder).free < FULL_DISK_BYTES and "No space left" not in reason:
@@ -71,7 +71,7 @@ def _launch_record(run_folder: Path) -> LaunchRecord:
 
 def _reason(ended: EndedRank, event: EventRecord | None, kernel: str, run_folder: Path) -> str:
     if ended.exit_code < 0:
-        reason = _killed(-ended.exit_code, kernel)
+        reason = killed_by(-ended.exit_code, kernel)
         if -ended.exit_code in CRASHES:  # what the process said last tells why
             reason += _tail(run_folder / "logs" / f"rank-{ended.rank}.log")
         return reason
@@ -80,7 +80,8 @@ def _reason(ended: EndedRank, event: EventRecord | None, kernel: str, run_folder
     return f"ended with exit code {ended.exit_code}" + _tail(run_folder / "logs" / f"rank-{ended.rank}.log")
 
 
-def _killed(number: int, kernel: str) -> str:
+def killed_by(number: int, kernel: str = "") -> str:
+    """Words for the end by a signal; real-time signals have no name."""
     try:
         name = signal.Signals(number).name
     except ValueError:

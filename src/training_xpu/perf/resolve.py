@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 from training_xpu import device, envs
 from training_xpu.errors import CannotRunHere, UserError, nearest
 from training_xpu.perf.request import TrainingRequest
-from training_xpu.workloads import catalogue, proxy
+from training_xpu.workloads import catalogue, checkpoint, proxy
 from training_xpu.workloads.config import Dtype, EngineName, JobConfig, PreparedData
 from training_xpu.workloads.data import tokenizer as tokenizers
 from training_xpu.workloads.data.prepare import prepare
@@ -39,6 +39,8 @@ def resolve(request: TrainingRequest, default_steps: int, say: Callable[[str], N
     check_numbers(request)
     workload = catalogue.resolve(request.model)
     engine = EngineName(workload.engine)
+    if request.save is not None:
+        checkpoint.check_unused(request.save)
     check_trackers(list(request.report_to))
     if request.tokenizer is not None:
         tokenizers.check_given(request.tokenizer)
@@ -198,8 +200,10 @@ def check_numbers(request: TrainingRequest) -> None:
         ("--keep-checkpoints", request.keep_checkpoints, 1),
     ]
     for option, value, least in at_least:
-        if value is not None and not value >= least:
-            raise UserError(f"{option} {value}: must be at least {least:g}", f"Such as: {option} {max(1, least):g}")
+        if value is not None and not least <= value < math.inf:
+            raise UserError(
+                f"{option} {value}: must be at least {least:g}, and finite", f"Such as: {option} {max(1, least):g}"
+            )
     if not 0 <= request.zero <= 3:
         raise UserError(f"--zero {request.zero}: DeepSpeed has ZeRO stages 0, 1, 2 and 3", "Such as: --zero 3")
     if request.learning_rate is not None and not 0 < request.learning_rate < math.inf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 from training_xpu import envs, report
 from training_xpu.device import oom_kills
+from training_xpu.errors import CannotRunHere
 from training_xpu.perf import store
 from training_xpu.perf.children import deaf_to_interrupts, end_tree
 from training_xpu.perf.environment import job_environment
@@ -26,7 +28,7 @@ from training_xpu.records import Record
 from training_xpu.workloads.config import JOB_FILE, EngineName, JobConfig
 from training_xpu.workloads.launch import LAUNCH_FILE
 from training_xpu.workloads.process import failure_reason
-from training_xpu.workloads.records import PEAK_MEMORY_NOTE
+from training_xpu.workloads.records import PEAK_MEMORY_NOTE, StepRecord
 
 POLL_SECONDS = 0.2
 LOOKING_SECONDS = 20.0
@@ -163,7 +165,12 @@ def run_arm(job: JobConfig, arm: Arm, context: RunContext) -> Path:
             )
         _watch(child, ProgressFollower(folder, job.steps, job.nproc), context.display)
         record.status = "completed" if child.returncode == 0 else "failed"
-        if record.status == "failed":
+        if record.status == "completed":
+            diverged = first_step_without_loss(store.load_steps(folder))
+            if diverged is not None:
+                record.status = "failed"
+                record.reason = f"training diverged: the loss is not a finite number from step {diverged} on"
+        else:
             record.reason, record.failures = collect_failures(folder, killed_before, oom_kills(), child.returncode)
     except KeyboardInterrupt as interrupt:
         record.status = "interrupted"
@@ -196,6 +203,11 @@ def close_record(record: RunRecord, folder: Path) -> None:
     record.write(folder / RUN_FILE)
 
 
+def first_step_without_loss(steps: list[StepRecord]) -> int | None:
+    """The first step whose loss is NaN or infinite."""
+    return min((step.step for step in steps if not math.isfinite(step.loss)), default=None)
+
+
 def feature_reports(folder: Path) -> list[dict[str, Any]]:
     """What the processes of a job said about features; the lines about the processes themselves are left out."""
     return [line.model_dump(mode="json", by_alias=True) for line in report.read(folder) if line.feature]
@@ -212,10 +224,14 @@ def with_run_folder(job: JobConfig, folder: Path) -> JobConfig:
 
 
 def build_operations(environment: dict[str, str], say: Callable[[str], None]) -> None:
-    """Builds DeepSpeed's native operations before the ranks need them; without a compiler the ranks do without."""
+    """Builds DeepSpeed's native operations before the ranks need them; they can do without the fused optimizer.
+
+    Raises:
+        CannotRunHere: what DeepSpeed cannot do without cannot be built.
+    """
     folder = environment["TORCH_EXTENSIONS_DIR"]
     builder = subprocess.Popen(
-        [sys.executable, "-m", "training_xpu.engines.deepspeed_ops", folder],
+        [sys.executable, "-m", "training_xpu.engines.deepspeed_ops", folder, "--parent", str(os.getpid())],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -228,7 +244,12 @@ def build_operations(environment: dict[str, str], say: Callable[[str], None]) ->
         if builder.poll() is None:
             with deaf_to_interrupts():
                 end_tree(builder)  # the compilers too
-    if builder.returncode != 0 or b"FusedAdamBuilder" in told:
+    if builder.returncode != 0 or b"ShareMemCommBuilder" in told:
+        raise CannotRunHere(
+            "DeepSpeed cannot build its native operations here, which it needs on CPUs",
+            "Install g++ and ninja, or use another engine, such as fsdp.",
+        )
+    if b"FusedAdamBuilder" in told:
         say("DeepSpeed's fused optimizer cannot be built here (is g++ installed?); torch's AdamW is used instead")
 
 

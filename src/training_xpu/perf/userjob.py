@@ -18,6 +18,7 @@ from training_xpu import envs, features, report
 from training_xpu.errors import ExitCode, UserError, nearest
 from training_xpu.perf import store
 from training_xpu.perf.explain import FeatureOutcome, asked_in, outcomes
+from training_xpu.perf.failures import killed_by
 from training_xpu.perf.records import RUN_FILE, RunRecord
 
 _ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
@@ -139,7 +140,11 @@ def run_user_job(command: list[str], features_on: list[str] | None, runs_folder:
         **store.owner(),
     )
     record.write(folder / RUN_FILE)
-    ended = supervise(command, envs.child_environment(settings))
+    try:
+        ended = supervise(command, envs.child_environment(settings))
+    except OSError as error:
+        ended = Ended(CANNOT_EXECUTE, f"cannot be executed: {error.strerror}")
+        report.logger.warning("%s cannot be executed: %s", command[0], error.strerror)
     lines = list(report.read(folder / report.FOLDER_NAME))
     found = outcomes(lines, {**asked_in(lines), **asked})
     record.finished = datetime.now(UTC)
@@ -158,6 +163,9 @@ def _program_name(command: list[str]) -> str:
     """What people would call the job: the script, or else the program."""
     script = next((word for word in command if word.endswith(".py")), command[0])
     return Path(script).name
+
+
+CANNOT_EXECUTE = 126  # what a shell answers
 
 
 @dataclass(frozen=True)
@@ -205,7 +213,7 @@ def supervise(command: list[str], environment: dict[str, str]) -> Ended:
     code = child.returncode
     if code >= 0:
         return Ended(code, "" if code == 0 else f"exit code {code}", interrupted_by)
-    return Ended(128 - code, f"killed by signal {-code} ({signal.Signals(-code).name})", interrupted_by)
+    return Ended(128 - code, killed_by(-code), interrupted_by)
 
 
 def _prepare_child(prctl: Callable[..., int], mask: set[int | signal.Signals], parent: int) -> None:

@@ -59,7 +59,10 @@ def is_secret(name: str) -> bool:
 def without_personal(value: str) -> str:
     """The text without this user's home folder and name, and without passwords in URLs."""
     value = re.sub(r"(?<=://)[^/\s@]+@", MASK + "@", value)
-    home = str(Path.home())
+    try:
+        home = str(Path.home())
+    except RuntimeError:  # a user without a home folder
+        home = ""
     if home not in ("/", ""):
         value = re.sub(rf"(?<![\w/]){re.escape(home)}(?![\w.-])", "~", value)
     try:

@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from training_xpu import envs
 from training_xpu.errors import UserError, nearest
 from training_xpu.workloads.architecture import FAMILIES, read_architecture
 from training_xpu.workloads.flops import ModelFlops
@@ -130,7 +131,7 @@ def local_model(path: str) -> Model:
     Raises:
         UserError: the folder holds no causal language model that can be trained here.
     """
-    folder = Path(path).expanduser()
+    folder = envs.expand("the model", path)
     config = complete_config(_read_config(folder), f"{path}/config.json")
     positions = read_architecture(config).max_positions or _LOCAL_SEQUENCE
     length = min(_LOCAL_SEQUENCE, positions)

@@ -134,6 +134,19 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
+def check_unused(checkpoints: Path) -> None:
+    """Refuses a folder that holds checkpoints of another run: a new one would overwrite and remove them.
+
+    Raises:
+        UserError: it holds some.
+    """
+    if _ordered(checkpoints):
+        raise UserError(
+            f"--save {checkpoints}: holds checkpoints of another run",
+            f"Choose another folder, or go on from them with --resume {checkpoints}.",
+        )
+
+
 def _ordered(checkpoints: Path) -> list[Path]:
     if not checkpoints.is_dir():
         return []

@@ -154,7 +154,7 @@ def _tokenize(
         raise UserError(
             f"{source.name} holds {split.tokens:,} tokens; one evaluation and one training sequence of "
             f"{wanted.sequence_length:,} need {needed:,}",
-            "Give more text with --data, or a smaller --sequence-length.",
+            "Give more text with --data, or a smaller --seq-len.",
         )
     if not split.good:
         documents = split.documents
