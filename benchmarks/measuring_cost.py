@@ -28,6 +28,7 @@ def rank_main(job_folder: Path, rounds: int) -> None:
     from training_xpu.workloads.config import JOB_FILE, JobConfig
     from training_xpu.workloads.loop import TrainingLoop
     from training_xpu.workloads.metrics import RunWriter, TokenCounts
+    from training_xpu.workloads.process import leave
     from training_xpu.workloads.worker import init_process_group
 
     place = envs.distributed()
@@ -62,7 +63,9 @@ def rank_main(job_folder: Path, rounds: int) -> None:
                 seconds[name].append(time.perf_counter() - begun)
     if place.rank == 0:
         (job_folder / "seconds.json").write_text(json.dumps(seconds))
+    dist.barrier()
     dist.destroy_process_group()
+    leave(0)
 
 
 def main() -> int:

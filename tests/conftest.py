@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,3 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 TOOLS = str(Path(sys.executable).parent)
 os.environ["PATH"] = os.pathsep.join([TOOLS, *os.environ.get("PATH", os.defpath).split(os.pathsep)])
 os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "d" / "torch_extensions")
+
+# A runner in the background (nohup, `&` in a script) has these ignored, and what it starts inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -97,3 +98,4 @@ if arguments.process_index == 0:
     (folder / "plain.json").write_text(json.dumps({"seconds": seconds, "losses": times.losses}))
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
+os._exit(0)  # Gloo's threads abort the interpreter's own end now and then
