@@ -41,7 +41,7 @@ def rank_main(job_folder: Path, rounds: int) -> None:
     def metered() -> None:
         nonlocal step
         step += 1
-        loop.meter.start() if step == 1 else loop.meter.go_on()
+        loop.meter.start()
         loop.step(step)
 
     def bare() -> None:
