@@ -46,14 +46,8 @@ class DdpTraining:
         torch.autograd.backward(self.scaler.scale(loss / self.settings.gradient_accumulation))
 
     def update(self, learning_rate: float) -> float | None:
-        self.scaler.unscale_(self.optimizer)
-        norm = clip(self.model, self.settings.optimizer.gradient_clipping)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        return float(norm)
+        clipping = self.settings.optimizer.gradient_clipping
+        return clipped_update(self.model, self.optimizer, self.scaler, clipping, learning_rate)
 
     def evaluating(self) -> AbstractContextManager[None]:
         return evaluation_mode(self.wrapped)
@@ -88,6 +82,24 @@ def torch_adamw(model: torch.nn.Module, settings: EngineSettings) -> torch.optim
         weight_decay=adam.weight_decay,
         fused=True,
     )
+
+
+def clipped_update(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    clipping: float,
+    learning_rate: float,
+) -> float:
+    """Clips, updates and clears the gradients; returns their global norm before clipping."""
+    scaler.unscale_(optimizer)
+    norm = clip(model, clipping)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return float(norm)
 
 
 def clip(model: torch.nn.Module, largest: float) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from training_xpu.blocks import find_blocks
 from training_xpu.engines.base import EngineSettings
-from training_xpu.engines.ddp import clip, torch_adamw
+from training_xpu.engines.ddp import clipped_update, torch_adamw
 from training_xpu.engines.model import checkpoint_activations, evaluation_mode
 
 
@@ -83,14 +83,8 @@ class FsdpTraining:
         torch.autograd.backward(self.scaler.scale(loss / self.settings.gradient_accumulation))
 
     def update(self, learning_rate: float) -> float | None:
-        self.scaler.unscale_(self.optimizer)
-        norm = clip(self.model, self.settings.optimizer.gradient_clipping)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        return float(norm)
+        clipping = self.settings.optimizer.gradient_clipping
+        return clipped_update(self.model, self.optimizer, self.scaler, clipping, learning_rate)
 
     def evaluating(self) -> AbstractContextManager[None]:
         return evaluation_mode(self.model)

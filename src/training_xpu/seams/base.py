@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class Subscription(Generic[EventT]):
         self.seam.remove(self)
 
 
-class Seam(Generic[EventT]):
+class Seam(ABC, Generic[EventT]):
     """A place to subscribe to. With the first subscriber its hooks go in, with the last one they come out."""
 
     def __init__(self, name: str) -> None:
@@ -151,8 +152,10 @@ class Seam(Generic[EventT]):
             _on_fault(subscription.owner, self.name, error)
             return False, None
 
+    @abstractmethod
     def _install(self) -> None:
-        raise NotImplementedError
+        """Patches what the seam needs; called for the first subscriber."""
 
+    @abstractmethod
     def _uninstall(self) -> None:
-        raise NotImplementedError
+        """Takes it back; called after the last one."""
