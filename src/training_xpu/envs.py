@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -18,7 +19,8 @@ from training_xpu.errors import UserError, nearest
 Asked = Literal["true", "false", "auto"]
 Setter = Literal["user", "image", "ours"]
 
-PREFIX = "TRAINING_XPU_"  # what the names of the project's own variables begin with; autoload looks for it
+PREFIX = "TRAINING_XPU_"  # what the names of the project's own variables begin with
+PREFIXES = (PREFIX, "CHECKPOINT_OPTIMIZATION")  # what autoload looks for
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
@@ -80,6 +82,14 @@ _DECLARED = (
         "",
         "File of `NAME=VALUE` lines that a container image has preset. A variable that still has the value of the "
         "file counts as set by the image, not by the user.",
+        _VERSION,
+    ),
+    Variable(
+        "TRAINING_XPU_MEMORY_BUDGET",
+        "text",
+        "",
+        "Memory that one rank may use: bytes, a size such as `6GiB`, or a share such as `80%` of the limit. Without it "
+        "what the device has free, or on CPUs the smallest limit of machine and control groups divided among the ranks.",
         _VERSION,
     ),
     Variable(
@@ -199,6 +209,11 @@ def asked(name: str) -> Asked | None:
     """What the variable of a feature asks for; None where it is not set."""
     value = get(name)
     return None if value is None else parse_asked(name, value)
+
+
+def program() -> str:
+    """The script or module this process runs, without its arguments."""
+    return " ".join(argument for argument in sys.orig_argv[:3] if not argument.startswith("--"))
 
 
 def disabled() -> bool:

@@ -51,8 +51,8 @@ def register(feature: Feature) -> None:
     Raises:
         ValueError: the name or the variable is taken, or autoload would not notice the variable.
     """
-    if not feature.variable.startswith(envs.PREFIX):
-        raise ValueError(f"{feature.variable} does not begin with {envs.PREFIX}")
+    if not feature.variable.startswith(envs.PREFIXES):
+        raise ValueError(f"{feature.variable} begins with none of {', '.join(envs.PREFIXES)}")
     if _FEATURES.get(feature.name, feature) != feature:
         raise ValueError(f"feature {feature.name} is registered twice")
     envs.declare(
@@ -202,3 +202,19 @@ def _report_fault(feature: str, seam: str, error: Exception) -> None:
     reason = f"{type(error).__name__} at the {seam} seam: {error}"
     report.logger.warning("%s steps aside: %s", feature, reason)
     report.write(feature, "fault", reason)
+
+
+register(
+    Feature(
+        name="recompute",
+        variable="CHECKPOINT_OPTIMIZATION",
+        meaning="Recomputes the fewest layers in backward whose activations do not fit the memory budget, chosen from "
+        "measurements of the first steps.",
+        since="0.1.0",
+        available="training_xpu.recompute.feature:available",
+        seams={
+            "root-forward": "training_xpu.recompute.feature:on_root_forward",
+            "step": "training_xpu.recompute.feature:on_step",
+        },
+    )
+)

@@ -10,7 +10,7 @@ import sys
 
 def autoload() -> None:
     """Called by torch at the end of its import."""
-    if not any(name.startswith("TRAINING_XPU_") for name in os.environ):
+    if not any(name.startswith(("TRAINING_XPU_", "CHECKPOINT_OPTIMIZATION")) for name in os.environ):
         return
     try:
         from training_xpu.autoload import startup

@@ -59,6 +59,7 @@ class StepSeam(Seam[Step]):
         self._backwards = 0  # under way; a recomputing layer starts another one inside the first
         self._after_backward = False  # one has begun since the last update
         self._calls = threading.local()  # .stack: optimizer calls under way on this thread
+        self.backward_faults: list[Callable[[BaseException], None]] = []  # called with what leaves a backward
 
     def _install(self) -> None:
         self._index, self._updated, self._after_backward = 0, set(), False
@@ -142,6 +143,10 @@ def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         STEP.begin_backward()
         try:
             return original(*args, **kwargs)
+        except BaseException as error:
+            for hear in list(STEP.backward_faults):
+                hear(error)
+            raise
         finally:
             STEP.end_backward()
 

@@ -1,0 +1,87 @@
+"""How much memory a rank may use, and how users write an amount of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from training_xpu import device, envs
+from training_xpu.errors import UserError
+
+VARIABLE = "TRAINING_XPU_MEMORY_BUDGET"
+FORMS = "Write bytes (6442450944), a size (6GiB, 512MiB, 80GB) or a share of the limit (80%)."
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+    **{letter: 1024**power for power, letter in enumerate("kmgt", start=1)},  # as Docker and Slurm read them
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z%]*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes one rank may use: of resident memory on CPU, of what the allocator reserves on accelerators."""
+
+    bytes: int
+    source: str  # where the number comes from, for people
+
+
+def parse_size(text: str, whole: int | None = None, name: str = "the memory budget") -> int:
+    """Reads an amount of memory in bytes.
+
+    Args:
+        text: bytes, a number with a unit (KiB to TiB, kB to TB, or K to T for powers of 1024), or a percentage.
+        whole: what a percentage is of; None where percentages make no sense.
+        name: what the amount is called in errors.
+
+    Raises:
+        UserError: it is none of these, nothing, or more than the whole.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    number, unit = (float(match[1]), match[2].lower()) if match else (math.nan, "")
+    if unit == "%":
+        if whole is None:
+            raise UserError(f"{name} is {text!r}: a share of what?", "Write bytes (6442450944) or a size (6GiB, 80GB).")
+        if not 0 < number <= 100:
+            raise UserError(f"{name} is {text!r}, which is not above 0% and at most 100%", FORMS)
+        return int(whole * number / 100)
+    if math.isnan(number) or unit not in _UNITS:
+        raise UserError(f"{name} is {text!r}, which is no amount of memory", FORMS)
+    size = number * _UNITS[unit]
+    if not 1 <= size < 2**63:
+        raise UserError(f"{name} is {text!r}: it must be at least one byte and below 8 EiB", FORMS)
+    return int(size)
+
+
+def memory_limit(local_ranks: int, device_type: str = "cpu") -> Budget:
+    """What one rank can have at most.
+
+    Args:
+        local_ranks: ranks that share this machine's main memory; an accelerator belongs to one rank.
+        device_type: torch's name of what the rank computes on.
+    """
+    if device_type != "cpu":
+        import torch
+
+        free, total = torch.get_device_module(device_type).mem_get_info()
+        reserved = torch.accelerator.memory_reserved()
+        # What others hold on the device, the context of this process included, is not the allocator's to reserve.
+        return Budget(min(total, free + reserved), f"free on the {device_type} device")
+    memory = device.memory()
+    share = f", divided among {local_ranks} ranks" if local_ranks > 1 else ""
+    return Budget(memory.usable // local_ranks, f"{memory.limit_source or 'main memory'}{share}")
+
+
+def memory_budget(local_ranks: int, device_type: str = "cpu") -> Budget:
+    """The budget of one rank: what TRAINING_XPU_MEMORY_BUDGET says, or the limit.
+
+    Raises:
+        UserError: the variable holds no amount of memory.
+    """
+    limit = memory_limit(local_ranks, device_type)
+    text = envs.get(VARIABLE)
+    return limit if text is None else Budget(parse_size(text, limit.bytes, VARIABLE), f"{VARIABLE}={text}")

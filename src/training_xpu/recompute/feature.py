@@ -1,0 +1,43 @@
+"""The recompute feature as the list of features knows it: may it run here, and what it does at each seam."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from training_xpu import envs
+from training_xpu.errors import UserError
+from training_xpu.recompute.budget import VARIABLE, memory_budget, parse_size
+from training_xpu.seams import RootForward, Step
+
+_controller: Any = None  # of this process's model
+
+
+def available() -> str | None:
+    """Why it cannot run here; None where it can."""
+    text = envs.get(VARIABLE)
+    if text is not None:
+        try:
+            parse_size(text, 2**62, VARIABLE)
+        except UserError as error:
+            return f"{error.problem}. {error.remedy}"
+    return None
+
+
+def on_root_forward(event: RootForward) -> None:
+    """Takes the model in hand, before its first training forward."""
+    global _controller
+    from training_xpu.recompute.online import said
+    from training_xpu.recompute.online.controller import Controller, NothingToDo
+
+    place = envs.distributed()
+    device = next(p.device for p in event.module.parameters())
+    try:
+        _controller = Controller(event.module, memory_budget(place.local_world_size, device.type))
+    except NothingToDo as nothing:
+        said.stepped_aside(str(nothing))
+
+
+def on_step(event: Step) -> None:
+    """After each optimizer step."""
+    if _controller is not None:
+        _controller.after_step()

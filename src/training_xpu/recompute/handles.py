@@ -1,0 +1,391 @@
+"""How one block is switched: by its own flag, by a forward of ours in front of its own, or by the wrapper around it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from training_xpu.blocks import class_names
+from training_xpu.recompute.policies import Mode, SelectivePolicy, offloading
+
+FLAGS = ("gradient_checkpointing", "activation_checkpointing")
+ABSENT = object()
+
+
+class RecomputeListener(Protocol):
+    """Hears of every recompute, inside the backward; blocks are counted in the order of the switch."""
+
+    def recompute_begins(self, block: int) -> None: ...
+
+    def recompute_ends(self, block: int) -> None: ...
+
+
+@dataclass
+class Shared:
+    """What all blocks of a switch have in common."""
+
+    measuring: bool = False
+    listener: RecomputeListener | None = None
+    caches_seen: int = 0  # calls left alone because a cache of keys and values was handed in
+
+
+class Runner:
+    """Runs a block's forward under its mode. Stands wherever a checkpoint function is called: `runner(function, ...)`.
+
+    Pickled and copied as the plain checkpoint function, so that a model saved whole needs nothing of this project.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.block = 0  # its number in the switch
+        self.mode = Mode.KEEP
+        self.policy = SelectivePolicy()
+        self.function: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False)
+        self.was_reentrant = False
+        self.by_script = False  # the script recomputes the block itself, by a call in its own forward
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if isinstance(function, functools.partial):
+            # transformers hides keyword arguments in a partial, where torch would not see whose device's generators
+            # have to be restored.
+            bound: functools.partial[Any] = function
+            function, args, kwargs = bound.func, bound.args + args, {**bound.keywords, **kwargs}
+        if self.mode is Mode.KEEP:
+            return function(*args, **kwargs)
+        if not torch.compiler.is_compiling() and _in_checkpoint():
+            self.by_script = True
+            return function(*args, **kwargs)
+        if self.mode is Mode.OFFLOAD:
+            with offloading():
+                return function(*args, **kwargs)
+        # Flat: torch saves tensors only where they are arguments themselves.
+        call: Callable[..., Any] = functools.partial(_call, function, len(args), tuple(kwargs))
+        if self.shared.listener is not None:
+            call = functools.partial(self._heard, call)
+        if self.mode is Mode.SELECTIVE:
+            contexts = self.policy.compiled_contexts if torch.compiler.is_compiling() else self.policy.contexts
+            return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+        if not self.shared.measuring:
+            return self.function(call, *args, *kwargs.values())
+        with set_checkpoint_early_stop(False):
+            return self.function(call, *args, *kwargs.values())
+
+    def use(self, function: Callable[..., Any] | None) -> None:
+        """Goes on using the script's own checkpoint function, with its settings, unless it is reentrant."""
+        self.function, self.was_reentrant = _non_reentrant(function)
+
+    def _heard(self, call: Callable[..., Any], *flat: Any) -> Any:
+        listener = self.shared.listener
+        if listener is None or not in_backward():
+            return call(*flat)
+        listener.recompute_begins(self.block)
+        try:
+            return call(*flat)
+        finally:
+            listener.recompute_ends(self.block)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(checkpoint, use_reentrant=False).__reduce__()  # type: ignore[return-value]
+
+
+def _call(function: Callable[..., Any], positional: int, names: tuple[str, ...], *flat: Any) -> Any:
+    return function(*flat[:positional], **dict(zip(names, flat[positional:], strict=True)))
+
+
+def _non_reentrant(function: Callable[..., Any] | None) -> tuple[Callable[..., Any], bool]:
+    """The function, non-reentrant where it is torch's, and whether it was the reentrant one.
+
+    Reentrant checkpointing loses the gradients of blocks whose inputs need none, as below frozen embeddings, and fails
+    with unused parameters under DDP.
+    """
+    keywords: dict[str, Any] = {}
+    inner = function
+    while isinstance(inner, functools.partial) and not inner.args:
+        keywords = {**inner.keywords, **keywords}
+        inner = inner.func
+    if function is None or inner is checkpoint:
+        reentrant = function is not None and keywords.get("use_reentrant") is not False
+        return functools.partial(checkpoint, **{**keywords, "use_reentrant": False}), reentrant
+    return function, False
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _in_checkpoint() -> bool:
+    """Whether somebody else's checkpoint runs this, first or again.
+
+    A reentrant one runs it first without gradients, where nothing is switched, and again inside the backward. Both
+    times have to be alike.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return in_backward() or (hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__)
+
+
+def cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a cache of keys and values is handed in; by what it can do, since its name has changed often."""
+    return any(hasattr(v, "get_seq_length") for v in (*args, *kwargs.values()))
+
+
+class Forward:
+    """A forward in front of a module's own, set on the instance. Copied and pickled as what stood there before."""
+
+    def __init__(self, module: torch.nn.Module, runner: Runner, before: Any) -> None:
+        """
+        Args:
+            module: whose forward this is; not kept alive by it.
+            runner: of the block.
+            before: what the instance had under the same name, or `ABSENT`.
+        """
+        self._module = weakref.ref(module)
+        self.before = before
+        self._runner = runner
+        self._gone = False
+        own = before if before is not ABSENT else module.forward
+        with contextlib.suppress(TypeError, ValueError):
+            self.__signature__ = inspect.signature(own)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        own = self.before
+        if own is ABSENT:
+            own = type(module).forward  # asked for each time, for FSDP2 changes the class
+            args = (module, *args)
+        runner = self._runner
+        if self._gone or runner.mode is Mode.KEEP or not (module.training and torch.is_grad_enabled()):
+            return own(*args, **kwargs)
+        if cache_among(args, kwargs):
+            runner.shared.caches_seen += 1
+            return own(*args, **kwargs)
+        return runner(own, *args, **kwargs)
+
+    def detach(self) -> None:
+        """Calls through from now on, for where somebody has put a forward of theirs in front and holds this one."""
+        self._gone = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        import copy
+
+        if self.before is not ABSENT:
+            return copy.deepcopy(self.before, memo)
+        module = self._module()
+        return getattr(memo.get(id(module), module), "forward")  # noqa: B009 - the class's, bound to the copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.before is not ABSENT:
+            return functools.partial, (self.before,)
+        return getattr, (self._module(), "forward")
+
+
+class BlockHandle:
+    """The switch of one block."""
+
+    how = ""
+    possible: frozenset[Mode] = frozenset(Mode)
+
+    def __init__(self, block: torch.nn.Module, shared: Shared) -> None:
+        self.block = block
+        self.runner = Runner(shared)
+        self.installed = False
+
+    def number(self, index: int) -> None:
+        """Tells it its place in the switch."""
+        self.runner.block = index
+
+    @property
+    def requested(self) -> Mode:
+        """What the script asked for."""
+        return Mode.KEEP
+
+    @property
+    def offered(self) -> frozenset[Mode]:
+        """The modes it has on this machine."""
+        return self.possible if torch.accelerator.is_available() else self.possible - {Mode.OFFLOAD}
+
+    @property
+    def selective_matched(self) -> bool | None:
+        return self.runner.policy.matched
+
+    @property
+    def mode(self) -> Mode:
+        """What the block does now, whoever has set it."""
+        return self.runner.mode if self.installed else self.requested
+
+    @property
+    def overruled(self) -> bool:
+        """Whether the script has changed the switch since this project has set it."""
+        return False
+
+    def set(self, mode: Mode) -> None:
+        raise NotImplementedError
+
+    def commit(self) -> None:
+        """Called on all blocks after all have been set."""
+
+    def restore(self) -> None:
+        raise NotImplementedError
+
+
+class FlagHandle(BlockHandle):
+    """A transformers `GradientCheckpointingLayer`: its flag and the checkpoint function it calls."""
+
+    how = "flag"
+
+    def __init__(self, block: torch.nn.Module, shared: Shared) -> None:
+        super().__init__(block, shared)
+        self.flag = next(name for name in FLAGS if hasattr(block, name))
+        self.function = f"_{self.flag}_func"
+        self._before: dict[str, Any] = {}
+
+    @property
+    def requested(self) -> Mode:
+        before = self._before.get(self.flag, ABSENT)
+        if not self.installed or self.overruled:
+            asked = bool(getattr(self.block, self.flag))
+        elif before is ABSENT:
+            asked = bool(getattr(type(self.block), self.flag, False))
+        else:
+            asked = bool(before)
+        return Mode.RECOMPUTE if asked else Mode.KEEP
+
+    @property
+    def mode(self) -> Mode:
+        if not self.installed or self.overruled:
+            return self.requested
+        return self.runner.mode
+
+    @property
+    def overruled(self) -> bool:
+        if not self.installed:
+            return False
+        own = self.block.__dict__
+        return own.get(self.function) is not self.runner or bool(own.get(self.flag)) != (
+            self.runner.mode is not Mode.KEEP
+        )
+
+    def set(self, mode: Mode) -> None:
+        own = self.block.__dict__
+        if not self.installed:
+            self._before = {name: own.get(name, ABSENT) for name in (self.flag, self.function)}
+            function = getattr(self.block, self.function, None)
+            self.runner.use(function if self.requested is Mode.RECOMPUTE else None)
+            own[self.function] = self.runner
+            self.installed = True
+        self.runner.mode = mode
+        own[self.flag] = mode is not Mode.KEEP
+
+    def restore(self) -> None:
+        if self.installed and not self.overruled:
+            put_back(self.block, self._before)
+        self.installed = False
+
+
+class ForwardHandle(BlockHandle):
+    """Any block: a forward of ours in front of its own, on the instance."""
+
+    how = "wrapped"
+
+    def __init__(
+        self,
+        block: torch.nn.Module,
+        shared: Shared,
+        host: torch.nn.Module | None = None,
+        name: str = "forward",
+        requested: Mode = Mode.KEEP,
+    ) -> None:
+        """
+        Args:
+            host: the module whose attribute is replaced, where it is not the block itself.
+            name: the attribute.
+            requested: what the script had asked for by other means.
+        """
+        super().__init__(block, shared)
+        self.host = host if host is not None else block
+        self.name = name
+        self._requested = requested
+        self._forward: Forward | None = None
+        self._flag = next((f for f in FLAGS if f in block.__dict__), None)
+        self._had_flag = bool(self._flag and getattr(block, self._flag))
+
+    @property
+    def requested(self) -> Mode:
+        return Mode.RECOMPUTE if self._had_flag else self._requested
+
+    def set(self, mode: Mode) -> None:
+        if self._forward is None:
+            before = self.host.__dict__.get(self.name, ABSENT)
+            self._forward = Forward(self.host, self.runner, before)
+            self.host.__dict__[self.name] = self._forward
+            if self._had_flag and self._flag:
+                self.block.__dict__[self._flag] = False  # the block's own checkpointing would come on top
+            self.installed = True
+        self.runner.mode = mode
+
+    def restore(self) -> None:
+        forward = self._forward
+        if forward is None:
+            return
+        forward.detach()
+        in_place = self.host.__dict__.get(self.name) is forward
+        if in_place:
+            put_back(self.host, {self.name: forward.before})
+        if self._had_flag and self._flag:
+            self.block.__dict__[self._flag] = True
+        self._forward = None
+        self.installed = False
+
+
+class WrapperHandle(BlockHandle):
+    """A block inside torch's `CheckpointWrapper`: the wrapper's checkpoint function."""
+
+    how = "checkpoint wrapper"
+
+    def __init__(self, block: torch.nn.Module, shared: Shared, wrapper: torch.nn.Module) -> None:
+        super().__init__(block, shared)
+        self.wrapper = wrapper
+
+    @property
+    def requested(self) -> Mode:
+        return Mode.RECOMPUTE
+
+    @property
+    def overruled(self) -> bool:
+        return self.installed and self.wrapper.__dict__.get("checkpoint_fn") is not self.runner
+
+    def set(self, mode: Mode) -> None:
+        if not self.installed:
+            self._before = self.wrapper.__dict__["checkpoint_fn"]
+            self.runner.use(self._before)
+            self.wrapper.__dict__["checkpoint_fn"] = self.runner
+            self.installed = True
+        self.runner.mode = mode
+
+    def restore(self) -> None:
+        if self.installed and not self.overruled:
+            self.wrapper.__dict__["checkpoint_fn"] = self._before
+        self.installed = False
+
+
+def put_back(module: torch.nn.Module, before: dict[str, Any]) -> None:
+    """Gives an instance its own attributes back, or takes away those it did not have (`ABSENT`)."""
+    for name, value in before.items():
+        if value is ABSENT:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = value
+
+
+def has_flag(block: torch.nn.Module) -> bool:
+    """Whether the block is a transformers layer that checkpoints itself by its flag."""
+    return "GradientCheckpointingLayer" in class_names(block) and any(hasattr(block, name) for name in FLAGS)
