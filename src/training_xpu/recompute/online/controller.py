@@ -69,9 +69,12 @@ class Controller:
             raise NothingToDo("the blocks are part of a larger compiled region, which each change would compile anew")
         self.device = next(p.device for p in self.inner.parameters())
         self.agree = must_agree(root)
+        # Recomputing to the very end shows best what a block saves. ZeRO-3 then gives the last weights back too early.
+        self.complete = not any(hasattr(p, "ds_id") for p in self.inner.parameters())
         self.state = State.WARMING
         self.replans = 0
         self.failed_measurements = 0
+        self.times_ran_out = 0
         self.planner: Planner | None = None
         self._measurement: StepMeasurement | None = None
         self._process_peak = device.PeakMemory(self.device.type)
@@ -150,7 +153,7 @@ class Controller:
             self._expected = []
             self._measurement = StepMeasurement(self.root, self.blocks)
             self.switch.listener = self._measurement
-            self.switch.measuring = True
+            self.switch.measuring = self.complete
             self._measurement.start()
         if plan is not None:
             self._expected.append((plan, shape))
@@ -209,13 +212,16 @@ class Controller:
         planner, recomputed = self.planner, self._recomputed()
         if planner is None or recomputed == len(self.blocks) or self.state is State.GIVEN_UP:
             return False
-        planner.at_least = max(planner.at_least, min(len(self.blocks), recomputed + max(1, len(self.blocks) // 8)))
+        kept = len(self.blocks) - recomputed
+        self.times_ran_out += 1
+        more = {1: max(1, len(self.blocks) // 8), 2: (kept + 1) // 2}.get(self.times_ran_out, kept)
+        planner.at_least = max(planner.at_least, recomputed + min(kept, more))
         planner.plans.clear()
         self.replans += 1
         said.ran_out(recomputed, planner.at_least, len(self.blocks))
         order = planner.profile.order
-        kept = set(order[planner.at_least :]) & set(planner.profile.blocks)
-        return self._apply([Mode.KEEP if i in kept else Mode.RECOMPUTE for i in range(len(self.blocks))])
+        keeping = set(order[planner.at_least :]) & set(planner.profile.blocks)
+        return self._apply([Mode.KEEP if i in keeping else Mode.RECOMPUTE for i in range(len(self.blocks))])
 
     def _out_of_memory(self, error: BaseException) -> None:
         """Memory has run out where nothing can be tried again: the job's next start recomputes more."""

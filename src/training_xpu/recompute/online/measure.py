@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -42,6 +43,7 @@ class MicroBatch:
     shape: BatchShape
     stretches: list[Stretch] = field(default_factory=list)
     outputs: dict[int, Amount] = field(default_factory=dict)  # block -> what its result takes
+    stopped_early: set[int] = field(default_factory=set)  # blocks whose recompute ended before it made the result
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,9 @@ class StepMeasurement:
         self._mark("recompute", block)
 
     def recompute_ends(self, block: int) -> None:
+        ending = sys.exc_info()[0]
+        if ending is not None and "StopRecomputation" in ending.__name__ and self._micro_batches:
+            self._micro_batches[-1].stopped_early.add(block)
         self._mark("backward", block)
 
     def stop(self) -> MeasuredStep | None:

@@ -253,9 +253,11 @@ def _block(measured: MeasuredStep, index: int) -> BlockProfile | None:
     if not forward or not again:
         return None
     recomputed, plain = again[-1].end.minus(again[-1].start), forward[-1].end.minus(forward[-1].start)
+    output = largest.outputs.get(index, plain)
+    saved = recomputed if index in largest.stopped_early else recomputed.minus(output)
     return BlockProfile(
-        in_forward=recomputed.minus(plain),
-        saved=recomputed.minus(largest.outputs.get(index, plain)),
+        in_forward=saved.plus(output).minus(plain),
+        saved=saved,
         selective=again[-1].selective,
         forward_peak=again[-1].peak.minus(again[-1].start),
         seconds=again[-1].seconds,

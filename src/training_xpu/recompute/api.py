@@ -1,0 +1,93 @@
+"""`training_xpu.recompute.optimize`: what the environment variable does, for those who prefer code."""
+
+from __future__ import annotations
+
+import torch
+
+from training_xpu import envs, report
+from training_xpu.blocks import find_blocks, unwrap
+from training_xpu.errors import UserError
+from training_xpu.recompute.budget import Budget, memory_budget, memory_limit, parse_size
+from training_xpu.recompute.online import said
+from training_xpu.recompute.online.controller import Controller, NothingToDo
+from training_xpu.recompute.policies import Mode
+from training_xpu.seams import ROOT_FORWARD, STEP, RootForward, Step, Subscription
+
+
+class Optimizing:
+    """What `optimize` returns: what is done to a model, and its end."""
+
+    def __init__(self, model: torch.nn.Module, budget: str | int | None) -> None:
+        self._model = unwrap(model)
+        self._asked = budget
+        self._controller: Controller | None = None
+        self._step: Subscription[Step] | None = None
+        self._waiting: Subscription[RootForward] | None = ROOT_FORWARD.subscribe(self._begin, owner="recompute")
+
+    @property
+    def modes(self) -> tuple[Mode, ...] | None:
+        """What each block does with its activations; None before the first training forward."""
+        return None if self._controller is None else self._controller.switch.modes
+
+    @property
+    def layers_recomputed(self) -> int | None:
+        """Blocks that do not keep all their activations; None before the first training forward."""
+        return None if self.modes is None else sum(mode is not Mode.KEEP for mode in self.modes)
+
+    def close(self) -> None:
+        """Gives the model back as it was."""
+        for subscription in (self._waiting, self._step):
+            if subscription is not None:
+                subscription.cancel()
+        self._waiting = self._step = None
+        if self._controller is not None:
+            self._controller.close()
+            self._controller = None
+
+    def _begin(self, event: RootForward) -> None:
+        if unwrap(event.module) is not self._model:  # another model trains first
+            self._waiting = ROOT_FORWARD.subscribe(self._begin, owner="recompute")
+            return
+        self._waiting = None
+        place = envs.distributed()
+        device = next(p.device for p in event.module.parameters()).type
+        if self._asked is None:
+            budget = memory_budget(place.local_world_size, device)
+        else:
+            limit = memory_limit(place.local_world_size, device)
+            budget = Budget(parse_size(str(self._asked), limit.bytes), f"budget={self._asked!r}")
+        try:
+            self._controller = Controller(event.module, budget)
+        except NothingToDo as nothing:
+            said.stepped_aside(str(nothing))
+            return
+        self._step = STEP.subscribe(self._after_step, owner="recompute")
+
+    def _after_step(self, step: Step) -> None:
+        if self._controller is not None:
+            self._controller.after_step()
+
+
+def optimize(model: torch.nn.Module, budget: str | int | None = None) -> Optimizing:
+    """Recomputes the fewest blocks of a model that fit a memory budget, from its next training forward on.
+
+    The first two optimizer steps run with every block recomputed, the second one measured; from the third on the plan
+    holds. Losses, gradients and state-dict keys are those of the model without recompute.
+
+    Args:
+        model: wrapped by an engine (DDP, DeepSpeed, FSDP) or to be wrapped later.
+        budget: of this rank: bytes, a size such as "6GiB", or a share such as "80%"; None: what
+            TRAINING_XPU_MEMORY_BUDGET says, or all that the device or the machine's limits leave this rank.
+
+    Raises:
+        UserError: the budget is no amount of memory, or the model has no repeated blocks.
+    """
+    if budget is not None:
+        parse_size(str(budget), 2**62)
+    if not find_blocks(model):
+        raise UserError(
+            f"{type(unwrap(model)).__name__} has no repeated blocks to recompute",
+            "Blocks are found where a ModuleList or Sequential holds at least two modules of one class.",
+        )
+    report.set_up_logging(envs.log_level())
+    return Optimizing(model, budget)
