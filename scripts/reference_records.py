@@ -14,7 +14,7 @@ from typing import Literal, get_args, get_origin
 
 import training_xpu
 from training_xpu.device import accelerators, peaks
-from training_xpu.perf import explain, fingerprint, records, variables
+from training_xpu.perf import explain, fingerprint, plan_records, records, variables
 from training_xpu.perf.records import RUN_FILE
 from training_xpu.records import Record
 from training_xpu.report import FOLDER_NAME
@@ -22,7 +22,7 @@ from training_xpu.report_lines import ReportLine
 from training_xpu.workloads import config
 from training_xpu.workloads.config import EVENTS_FILE, STEPS_FILE
 from training_xpu.workloads.listing_records import ModelEntry, ModelHere, ModelsDocument
-from training_xpu.workloads.records import EventRecord, StepRecord
+from training_xpu.workloads.records import EventRecord, RankProcess, StepRecord
 
 SOURCE = Path(training_xpu.__file__).parent
 
@@ -62,7 +62,7 @@ CHAPTERS: dict[str, list[type[Record]]] = {
         config.FlopShares,
         config.PreparedData,
     ],
-    f"{STEPS_FILE}, {EVENTS_FILE} and {FOLDER_NAME}": [StepRecord, EventRecord, ReportLine],
+    f"{STEPS_FILE}, {EVENTS_FILE} and {FOLDER_NAME}": [StepRecord, EventRecord, RankProcess, ReportLine],
     "Documents of `--json`": [
         records.BenchmarkDocument,
         records.ArmDocument,
@@ -75,6 +75,10 @@ CHAPTERS: dict[str, list[type[Record]]] = {
         ModelsDocument,
         ModelEntry,
         ModelHere,
+        plan_records.PlanDocument,
+        plan_records.PlanOption,
+        plan_records.PlanCalibration,
+        plan_records.CalibrationDocument,
         explain.Explanation,
         explain.FeatureOutcome,
         explain.ProcessSeen,

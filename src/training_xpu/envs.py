@@ -88,8 +88,9 @@ _DECLARED = (
         "TRAINING_XPU_MEMORY_BUDGET",
         "text",
         "",
-        "Memory that one rank may use: bytes, a size such as `6GiB`, or a share such as `80%` of the limit. Without it "
-        "what the device has free, or on CPUs the smallest limit of machine and control groups divided among the ranks.",
+        "Memory that one rank may use: bytes, a size such as `6GiB`, or a share such as `80%` of the limit; after "
+        "`live:` a budget of live tensor bytes alone, such as `live:4GiB`. Without it what the device has free, or on "
+        "CPUs the smallest limit of machine and control groups divided among the ranks.",
         _VERSION,
     ),
     Variable(

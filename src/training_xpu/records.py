@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from training_xpu.errors import UserError
 
+LONGEST_LINE = 16 << 20  # bytes
+
 RecordT = TypeVar("RecordT", bound="Record")
 
 
@@ -89,11 +91,14 @@ def append_line(path: Path, record: Record) -> None:
 
 
 def read_lines(path: Path, kind: type[RecordT]) -> Iterator[RecordT]:
-    """Yields the records of a line file in order; a line cut short by a crash or a full disk is passed over."""
-    if not path.exists():
+    """Yields the records of a line file in order.
+
+    A line cut short by a crash or a full disk is passed over, and so is one longer than any that is written.
+    """
+    if not path.is_file():
         return
     with path.open("rb") as stream:
-        for line in stream:
+        while line := stream.readline(LONGEST_LINE):
             try:
                 yield kind.model_validate_json(line)
             except ValidationError:

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -68,6 +67,8 @@ class Writer:
         """
         if os.getpid() != self._pid:
             self._become_forked()
+        from training_xpu.device.processes import host_id  # not before there is something to write
+
         line = {
             "schema": SCHEMA,
             "time": time.time(),
@@ -78,7 +79,7 @@ class Writer:
             "reason": reason,
             "asked": asked,
             "pid": self._pid,
-            "host": socket.gethostname(),
+            "host": host_id(),
             "data": _plain(data),
         }
         with self._lock:

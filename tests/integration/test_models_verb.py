@@ -63,7 +63,16 @@ def test_ranks_share_the_machine(tmp_path: Path) -> None:
 def test_one_model_in_detail(tmp_path: Path) -> None:
     done = ljperf("qwen3-8b", cache=tmp_path)
     assert done.returncode == 0, done.stderr
-    for word in ("published", "trained here", "FLOPs in attention", "8.19 B", "151936", "Qwen/Qwen3-8B", "Meant for: "):
+    for word in (
+        "published",
+        "trained here",
+        "FLOPs in attention",
+        "8.19 B",
+        "151936",
+        "Qwen/Qwen3-8B",
+        "Meant for: ",
+        "GiB",
+    ):
         assert word in done.stdout
 
 
@@ -74,6 +83,10 @@ def test_a_model_folder(tmp_path: Path) -> None:
     (model,) = document(str(tmp_path), cache=tmp_path)["models"]
     assert model["here"]["scale"]["kind"] == "full"
     assert model["layers"] == 2
+    assert {value for name, value in model.items() if name.startswith("target_")} == {None}
+    shown = ljperf(str(tmp_path), cache=tmp_path).stdout
+    assert "Meant for" not in shown
+    assert "published" not in shown.splitlines()[1]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +96,7 @@ def test_a_model_folder(tmp_path: Path) -> None:
         (["deepspeed/lama3-8b"], "Did you mean deepspeed/llama3-8b"),
         (["./nowhere"], "there is no folder"),
         (["--nproc", "0"], "--nproc"),
+        (["--nproc", "1000000000000"], "--nproc 1000000000000: at most"),
     ],
 )
 def test_wrong_usage_is_exit_2_with_a_remedy(arguments: list[str], said: str, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_the_wheel_holds_everything_and_nothing_else(built: Path) -> None:
     assert "training_xpu/workloads/models/llama3-8b.yaml" in wanted
     assert {name for name in names if not name.startswith(info)} == wanted
     assert f"{info}/licenses/LICENSE" in names
-    assert "[console_scripts]\nljperf = training_xpu.cli.main:run" in entry_points
+    assert "[console_scripts]\nljperf = training_xpu.cli.entry:main" in entry_points
     assert "[torch.backends]\ntraining_xpu = training_xpu.autoload:autoload" in entry_points
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: >=3.11" in metadata

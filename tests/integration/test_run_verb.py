@@ -70,6 +70,7 @@ def test_features_apply_and_the_record_says_so(tmp_path: Path) -> None:
     # Every known feature is said to be on or off: an arm inherits none.
     assert kept.environment["TRAINING_XPU_TOY"] == "true"
     assert kept.environment["TRAINING_XPU_TOY_LAUNCHER"] == "false"
+    assert {r["host"] for r in kept.feature_reports} == {kept.host}  # one way to tell hosts apart, no names
     assert [r["event"] for r in kept.feature_reports] == ["subscribed", "seen", "applied", "seen", "seen", "seen"]
 
     told = ljperf("explain", "latest", cwd=tmp_path)
@@ -322,3 +323,138 @@ def test_explain_wants_one_of_two(tmp_path: Path) -> None:
     missing = ljperf("explain", "nothing", cwd=tmp_path)
     assert missing.returncode == 2
     assert "no run 'nothing'" in missing.stderr
+
+
+def test_signals_that_were_to_be_ignored_are_and_the_run_is_not_interrupted(tmp_path: Path) -> None:
+    """As under nohup, when the terminal goes away."""
+    job = start(
+        *("run", "--", "sh", "-c", "echo ready; read line; echo $line"),
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    assert job.stdout is not None
+    assert job.stdin is not None
+    assert job.stdout.readline() == "ready\n"
+    job.send_signal(signal.SIGHUP)
+    out, _ = job.communicate("went on\n", timeout=60)
+    assert (job.returncode, out) == (0, "went on\n")
+    assert (record(tmp_path).status, record(tmp_path).reason) == ("completed", "")
+
+
+IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(0, flush=True); time.sleep(600)"
+
+
+def test_a_command_that_ignores_sigterm_is_killed_at_the_third(tmp_path: Path) -> None:
+    job = start("run", "--", PYTHON, "-c", IGNORES, cwd=tmp_path)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "0\n"
+    (child,) = psutil.Process(job.pid).children()
+    for _ in range(2):
+        job.send_signal(signal.SIGTERM)
+        # Taken up once it is no longer pending: two at once would be one.
+        wait_for(lambda: not pending(job.pid) & (1 << (signal.SIGTERM - 1)))
+        assert child.is_running()
+    assert child.status() != psutil.STATUS_ZOMBIE
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGKILL
+    kept = record(tmp_path)
+    assert (kept.status, kept.reason) == ("interrupted", "killed by signal 9 (SIGKILL)")
+
+
+def pending(pid: int) -> int:
+    """The signals a process has not taken yet, as the kernel's bit mask."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("ShdPnd")), 16)
+
+
+def test_a_signal_after_the_command_has_ended_does_not_lose_its_record(tmp_path: Path) -> None:
+    """The command asks the whole group to end, itself last, so that both ends are seen at once."""
+    code = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.killpg(0, signal.SIGTERM); os._exit(5)"
+    job = start("run", "--", PYTHON, "-c", code, cwd=tmp_path, start_new_session=True)
+    job.communicate(timeout=60)
+    assert job.returncode == 5
+    assert record(tmp_path).finished is not None
+    assert record(tmp_path).reason == "exit code 5"
+
+
+def test_ctrl_c_reaches_a_command_that_has_left_the_terminal_s_group(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, time\n"
+        "os.setpgid(0, 0)\n"
+        "signal.signal(signal.SIGINT, lambda *a: os._exit(9))\n"
+        "signal.signal(signal.SIGTTOU, signal.SIG_IGN)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execve(LJPERF, [LJPERF, "run", "--", PYTHON, "-u", "-c", code], environment())
+    seen = b""
+    while b"ready" not in seen:
+        seen += os.read(terminal, 1024)
+    os.write(terminal, b"\x03")
+    try:
+        while chunk := os.read(terminal, 1024):
+            seen += chunk
+    except OSError:
+        pass  # the other side of a terminal is gone
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 9
+    assert record(tmp_path).status == "interrupted"
+
+
+def test_a_daemon_that_outlives_an_ordinary_end_and_not_an_asked_for_one(tmp_path: Path) -> None:
+    """Forked twice in a session of its own, so that only adoption tells that it was ours."""
+    daemon = (
+        "import os, sys, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        print(os.getpid(), flush=True)\n"
+        "        os.closerange(1, 3)\n"
+        "        time.sleep(600)\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+    )
+    job = start("run", "--", PYTHON, "-c", daemon, cwd=tmp_path)
+    left = psutil.Process(int(job.communicate(timeout=60)[0]))
+    assert job.returncode == 0
+    assert left.is_running()
+    left.kill()
+    job = start("run", "--", PYTHON, "-c", daemon + "time.sleep(600)\n", cwd=tmp_path)
+    assert job.stdout is not None
+    left = psutil.Process(int(job.stdout.readline()))
+    job.terminate()
+    job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGTERM
+    assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
+
+
+def test_nobody_reads_what_the_command_prints(tmp_path: Path) -> None:
+    """As in `ljperf run -- yes | head -1`: it is the command that gets the broken pipe, and its end is recorded."""
+    job = start("run", "--", "yes", cwd=tmp_path)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "y\n"
+    job.stdout.close()
+    assert job.stderr is not None
+    job.stderr.close()
+    assert job.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert record(tmp_path).reason == "killed by signal 13 (SIGPIPE)"
+
+
+def test_streams_that_are_closed_from_the_start(tmp_path: Path) -> None:
+    shell = f'exec {LJPERF} run -- sh -c "echo out; echo err >&2; touch started" >&- 2>&- <&-'
+    code = subprocess.run(["sh", "-c", shell], cwd=tmp_path, env=environment(), timeout=60, check=False).returncode
+    assert code == 0
+    assert (tmp_path / "started").exists()
+    assert record(tmp_path).status == "completed"
+
+
+def test_a_command_that_removes_its_own_record_keeps_its_exit_code(tmp_path: Path) -> None:
+    ran = ljperf("run", "--", "sh", "-c", "rm -r runs; exit 4", cwd=tmp_path)
+    assert ran.returncode == 4
+    assert "could not be closed: No such file or directory" in ran.stderr
+    assert "Traceback" not in ran.stderr

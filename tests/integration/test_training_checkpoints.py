@@ -155,5 +155,5 @@ def test_a_damaged_checkpoint_is_named(own_runs: Ljperf, tmp_path: Path, resumed
         done = own_runs("train", "--resume", str(saved), expect=2)
     finally:
         state.write_bytes(whole)
-    assert done.stderr.splitlines()[0] == f"ljperf: checkpoint {saved} is damaged: state.pt"
+    assert done.stderr.splitlines()[0].startswith(f"ljperf: checkpoint {saved} is damaged: state.pt has ")
     assert not own_runs.runs.exists()

@@ -161,6 +161,18 @@ def test_a_disk_that_fills_up_ends_the_run_and_harms_no_earlier_one(own_runs: Lj
     assert len(list(small_disk.iterdir())) == 3
 
 
+@needs_root
+def test_a_loopback_interface_that_is_down_is_named_before_anything_starts(own_runs: Ljperf) -> None:
+    if subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network name spaces here")
+    done = own_runs.train("ddp", "--nproc", "2", expect=3, command=("unshare", "-n", *Ljperf.COMMAND))
+    assert done.stderr.splitlines()[-2:] == [
+        "ljperf: the loopback network interface does not work: Network is unreachable",
+        "  Ranks meet at 127.0.0.1; switch it on with: ip link set lo up",
+    ]
+    assert not own_runs.runs.exists()
+
+
 def test_two_runs_at_once_in_one_folder_do_not_collide(own_runs: Ljperf) -> None:
     both = [own_runs.start(*own_runs.training("ddp", "--nproc", "2", "--steps", "3")) for _ in range(2)]
     runs = [started.done() for started in both]

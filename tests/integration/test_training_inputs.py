@@ -94,6 +94,21 @@ TINY = "--data text.jsonl --seq-len 64 --micro-batch 2 --nproc 1 --model"
         ("train --model ddp/./tiny --save keep", "--save names a folder", "--save-every"),
         ("train --model ddp/./tiny --keep-checkpoints 0", "--keep-checkpoints 0", "--keep-checkpoints 1"),
         ("train --resume nowhere", "--resume nowhere: no such folder", "run folder"),
+        ("train --resume latest", "--resume latest: no run in", "--save-every"),
+        ("train --resume=", "--resume: the path is empty", "latest"),
+        ("train --resume text.jsonl", "--resume text.jsonl: is no folder", "run folder"),
+        ("train --model tiny", "'tiny' names no engine", "deepspeed/./tiny"),
+        ("train --model ddp/./tiny --nproc 1000000000000", "--nproc 1000000000000", "8 for each usable core"),
+        ("train --model ddp/./tiny --steps 1000000000000", "--steps 1000000000000", "1000000000"),
+        ("train --model ddp/./tiny --eval-sequences 1000000000000", "--eval-sequences 1000000000000", "100000"),
+        ("train --model ddp/./tiny --nnodes 2 --rdzv-endpoint node0", "--rdzv-endpoint 'node0'", "HOST:PORT"),
+        ("train --model ddp/./tiny --save text.jsonl --save-every 1", "text.jsonl is no folder", "--save"),
+        ("train --model ddp/./tiny --data text.jsonl --data-field txt", "no field 'txt'", "Did you mean text?"),
+        ("train --model ddp/./tiny --output /dev/null --dry-run", "cannot write runs to /dev/null", "--output"),
+        ("benchmark --model ddp/./tiny --output text.jsonl --dry-run", "cannot write runs to", "--output"),
+        ("run --output /dev/null --dry-run -- true", "cannot write runs to /dev/null", "--output"),
+        ("runs --output text.jsonl", "cannot read text.jsonl: Not a directory", ""),
+        ("train --model= --data text.jsonl", "not of the form engine/model", "deepspeed/"),
         ("train --resume .", "no complete checkpoint", "--save-every"),
         (f"train --layers 3 {TINY} ddp/./tiny", "3", "2"),
         ("train --seq-len 200 --data short.txt --model ddp/./tiny", "short.txt", ""),
@@ -119,6 +134,29 @@ def test_heads_that_cannot_be_divided_and_a_broken_model_folder(refuse: Any, tmp
     assert str(broken) in refuse("train", "--model", f"ddp/{broken}", "--data", "text.jsonl")[0]
     unknown = write_model(tmp_path / "unknown", model_type="lama")
     assert "lama" in "".join(refuse("train", "--model", f"ddp/{unknown}", "--data", "text.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"hidden_act": "nope"}, "hidden_act is 'nope'"),
+        ({"pad_token_id": 512}, "pad_token_id is 512"),
+        ({"head_dim": 3}, "forward pass"),
+    ],
+)
+def test_a_model_folder_that_no_rank_could_build(
+    refuse: Any, tmp_path: Path, changes: dict[str, Any], word: str
+) -> None:
+    broken = write_model(tmp_path / "broken", **changes)
+    assert word in refuse("train", "--model", f"ddp/{broken}", "--data", "text.jsonl", "--nproc", "1")[0]
+
+
+def test_weights_cut_short(refuse: Any, tmp_path: Path) -> None:
+    broken = write_model(tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"\0" * 5)
+    for verb in ("train", "benchmark"):
+        line = refuse(verb, "--model", f"ddp/{broken}", "--data", "text.jsonl", "--nproc", "1")[0]
+        assert f"{broken}/model.safetensors is damaged or cut short" in line
 
 
 def test_what_this_machine_lacks_is_another_kind_of_error(refuse: Any) -> None:
@@ -149,7 +187,7 @@ def test_the_config_file_is_refused_as_the_command_line_is(refuse: Any, tmp_path
 
 @pytest.mark.parametrize(
     ("spoil", "word"),
-    [("file", "Not a directory"), ("file itself", "File exists"), ("locked", "Permission denied")],
+    [("file", "is no folder"), ("file itself", "is no folder"), ("locked", "Permission denied")],
 )
 def test_an_output_folder_that_cannot_be(ljperf: Ljperf, tmp_path: Path, spoil: str, word: str) -> None:
     """As a shell sees it."""

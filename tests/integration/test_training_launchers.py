@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from training_harness import Done, Ljperf, Run, free_port, losses_near
 
+from training_xpu.workloads.folder_owner import owning
+
 TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--no-python", *Ljperf.COMMAND)
 NODE = ("--nproc", "1", "--nnodes", "2")
 
@@ -113,16 +115,34 @@ def test_under_torchrun_a_failing_rank_marks_the_record(own_runs: Ljperf, fault:
     started.assert_nothing_left()
     (folder,) = own_runs.runs.iterdir()
     record = Run(folder).record
+    assert record["status"] == "failed"
+    assert record["failures"][0]["rank"] == int(fault[0])
     if reason:
-        assert (record["status"], record["reason"]) == ("failed", reason)
-    else:  # rank 0 lost a peer, or the launcher was quicker to end it: nobody has told it why
-        assert record["status"] in ("failed", "interrupted")
-        assert "another rank is gone" in record["reason"] or "a rank was killed" in record["reason"]
+        assert record["reason"] == reason
+    else:  # the signal is known unless the launcher collected the dead process first
+        assert record["reason"].removeprefix("rank 1: ") in (
+            "killed by signal 9 (SIGKILL)",
+            "gone without a word, probably killed by a signal",
+        )
     assert record["summary"]["loss"]["first"] == Run(folder).losses[0]
+
+
+def test_under_torchrun_a_folder_in_use_is_refused_by_every_rank(own_runs: Ljperf, tmp_path: Path) -> None:
+    arguments = own_runs.training("ddp", "--save-every", "2", "--save", str(tmp_path / "shared"))
+    arguments = [a for a in arguments if a not in ("--nproc", "1")]
+    with owning(tmp_path / "shared", ""):
+        started = own_runs.start(*arguments, command=TORCHRUN)
+        done = started.done()
+    assert done.code == 1  # torchrun's own
+    assert done.stderr.count("in use by another run, by process") == 2
+    assert "exitcode  : 2" in done.stderr
+    started.assert_nothing_left()
+    assert not own_runs.runs.exists()
 
 
 def test_what_torchrun_decides_cannot_be_asked_of_ljperf(own_runs: Ljperf) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for option in (["--nproc", "3"], ["--dry-run"], ["--rdzv-id", "x"]):
         done = own_runs("train", "--model", "ddp/./tiny", *option, environment=place, expect=2)
         assert f"{option[0]}" in done.stderr.splitlines()[0]

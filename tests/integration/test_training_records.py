@@ -130,6 +130,7 @@ def test_the_record_and_the_document_tell_the_same_and_stdout_holds_nothing_else
     assert (record["reason"], record["failures"]) == ("", [])
     assert record["summary"] == arm["summary"]
     assert record["fingerprint"] == padded.document["fingerprint"]
+    assert record["fingerprint"]["host"]["id"] == record["host"]
     assert record["fingerprint"]["packages"]["torch"].split("+")[0].count(".") == 2
     assert record["command"][:4] == ["ljperf", "train", "--model", "ddp/./tiny"]
     assert record["created"] < record["finished"]

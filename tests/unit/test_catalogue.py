@@ -108,6 +108,12 @@ def test_a_folder_named_without_its_path_is_pointed_out(tmp_path: Path, monkeypa
     with pytest.raises(UserError) as caught:
         resolve("ddp/mine")
     assert caught.value.remedy.endswith("ddp/./mine")
+    with pytest.raises(UserError, match="'mine' names no engine") as caught:
+        resolve("mine")
+    assert caught.value.remedy == "Did you mean the folder, deepspeed/./mine?"
+    with pytest.raises(UserError, match="unknown model 'mine'") as caught:
+        catalogue_model("mine")
+    assert caught.value.remedy.endswith("./mine")
 
 
 def test_a_local_config_is_completed_with_its_class_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,9 @@ def test_a_saved_checkpoint_is_found_from_wherever_a_user_points(tmp_path: Path,
 
 
 def test_the_newest_are_kept_by_number_not_by_name_or_time(tmp_path: Path, job: JobConfig) -> None:
+    long = job.model_copy(update={"steps": 20_000_000})
     for step in (9_999_999, 8, 10_000_000):
-        save(tmp_path, step, job)
+        save(tmp_path, step, long)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10000000", "step-9999999"]
     assert checkpoint.find_checkpoint(tmp_path).name == "step-10000000"
 
@@ -118,11 +120,52 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_used(tmp_path: Path, j
         checkpoint.find_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"world_size": 3}, "of 3 ranks, and its job of 1"),
+        ({"engine": "fsdp"}, "of fsdp, and its job of ddp"),
+        ({"step": 41}, "at step 41 of a job of 40"),
+        ({"step": 0}, "at step 0"),
+        ({"step": 5}, "of step 5, and its folder of step 4"),
+        ({"files": {}}, "lists no files"),
+        ({"files": {"../../secret": 3}}, "outside the checkpoint, ../../secret"),
+        ({"files": {"/etc/hostname": 3}}, "outside the checkpoint, /etc/hostname"),
+        ({"files": {"gone.pt": 3}}, "gone.pt is missing"),
+        ({"files": {"rng-0.pt": 3}}, "rng-0.pt has 6 bytes and not 3"),
+        ({"job": {}}, "is not a CheckpointRecord"),
+        ({"job": 7}, "is not a CheckpointRecord"),
+    ],
+)
+def test_a_marker_that_contradicts_itself_is_refused_by_name(
+    tmp_path: Path, job: JobConfig, changes: dict[str, Any], word: str
+) -> None:
+    saved = save(tmp_path, 4, job)
+    marker = saved / checkpoint.MARKER
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), **changes}))
+    with pytest.raises(UserError) as caught:
+        checkpoint.find_checkpoint(saved)
+    assert word in caught.value.problem
+    assert str(saved) in caught.value.problem
+    with pytest.raises(UserError, match="no complete checkpoint there: ") as of_folder:
+        checkpoint.find_checkpoint(tmp_path)
+    assert word in of_folder.value.problem
+
+
+def test_a_job_that_names_itself_as_its_checkpoints_does_not_lead_in_circles(tmp_path: Path, job: JobConfig) -> None:
+    job.model_copy(update={"checkpoint_folder": tmp_path}).write(tmp_path / JOB_FILE)
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        checkpoint.find_checkpoint(tmp_path)
+
+
 def test_wrong_places_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         checkpoint.find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UserError, match="no complete checkpoint"):
         checkpoint.find_checkpoint(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is no folder"):
+        checkpoint.find_checkpoint(tmp_path / "file")
     with pytest.raises(UserError, match="not the same folder on all nodes"):
         checkpoint.check_shared(checkpoint.staging_folder(tmp_path, 1))
 

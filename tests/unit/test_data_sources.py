@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training_xpu.errors import UserError
+from training_xpu.workloads.data.prepare import check_data
 from training_xpu.workloads.data.readers import LONGEST_DOCUMENT, Reader, cut
 from training_xpu.workloads.data.sources import locate
 
@@ -86,7 +87,7 @@ def test_folder_mixes_kinds_in_order_of_name_and_counts_what_it_leaves_out(tmp_p
     os.mkfifo(tmp_path / "pipe")
     reader = Reader(locate(tmp_path))
     assert list(reader.documents()) == ["first\n", "third", "fourth", "fifth"]
-    assert reader.summary() == "1 binary, 1 lines without the field, 1 not UTF-8"
+    assert reader.summary() == "1 binary, 1 line without the field, 1 not UTF-8"
 
 
 def test_symbolic_links_that_loop_or_lead_nowhere(tmp_path: Path) -> None:
@@ -211,6 +212,48 @@ def test_saved_dataset_and_its_splits(tmp_path: Path) -> None:
     assert read(tmp_path / "plain") == ["one", "two"]
     assert read(tmp_path / "dict") == ["two"]
     assert "it has content, id" in fault(tmp_path / "plain", "text").problem
+
+
+def look(data: Path, field: str | None) -> None:
+    check_data(data, field)
+
+
+def test_a_first_look_finds_a_wrong_column(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    lines = write_lines(tmp_path / "a.jsonl", {"body": None, "id": 1})
+    parquet = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"body": ["one"], "id": [1]}), parquet)
+    saved = tmp_path / "saved"
+    Dataset.from_dict({"body": ["one"], "id": [1]}).save_to_disk(str(saved))
+    for data in (lines, parquet, saved):
+        look(data, "body")
+        for field, word in (("bodi", "'bodi'"), ("id", "not text")):
+            with pytest.raises(UserError, match=word):
+                look(data, field)
+    with pytest.raises(UserError, match="'text' or 'content'"):
+        look(lines, None)
+    with pytest.raises(UserError, match="does not exist"):
+        look(tmp_path / "nowhere", None)
+
+
+def test_a_first_look_into_a_folder_is_content_with_one_file(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", {"other": "x"})
+    (tmp_path / "b.txt").write_text("plain")
+    with pytest.raises(UserError, match="no field 'body'"):
+        look(tmp_path, "body")
+    write_lines(tmp_path / "c.jsonl", "no object", {"body": "one"})
+    look(tmp_path, "body")
+    look(tmp_path, None)
+
+
+def test_a_first_look_leaves_damaged_files_to_the_reader(tmp_path: Path) -> None:
+    damaged = tmp_path / "a.parquet"
+    damaged.write_bytes(b"PAR1 and then nonsense")
+    look(damaged, "body")
+    blank = tmp_path / "a.jsonl"
+    blank.write_text("\n\n")
+    look(blank, "body")
 
 
 def test_field_for_plain_text_is_refused(tmp_path: Path) -> None:

@@ -99,7 +99,10 @@ def test_a_full_disk_is_added_to_a_reason_that_does_not_tell(tmp_path: Path, mon
     assert collect_failures(tmp_path, None, None)[0] == "rank 0: OSError: [Errno 28] No space left on device"
     ended(tmp_path, (1, 1))
     (tmp_path / EVENTS_FILE).unlink()
-    assert collect_failures(tmp_path, None, None)[0] == "rank 1: ended with exit code 1 (the disk is full)"
+    assert collect_failures(tmp_path, None, None)[0] == (
+        f"rank 1: ended with exit code 1 (the disk of {tmp_path} is full: "
+        "free space, or choose another folder with --output)"
+    )
 
 
 def test_the_ways_in_which_memory_runs_out() -> None:

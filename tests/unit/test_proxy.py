@@ -208,7 +208,7 @@ def test_llama3_8b_on_two_cores() -> None:
     assert scale.width_factor == 1 / 8
     assert (scale.layers_full, scale.layers, scale.sequence_full, scale.sequence) == (32, 8, 4096, 512)
     assert (scale.target_device, scale.target_world_size) == ("nvidia-h100-80gb", 8)
-    assert "11 GB" in scale.reason
+    assert "10.2 GiB" in scale.reason  # 11e9 bytes
     assert "hidden size 4096 to 512" in scale.reason
 
 
@@ -277,8 +277,8 @@ def test_full_that_cannot_be() -> None:
         scaled(model, mode="full")
     assert caught.value.exit_code is ExitCode.USAGE
     # 16 bytes per parameter over two ranks
-    assert f"{16 * 8_030_261_248 / 2 / 1e9:.3g} GB" in caught.value.problem
-    assert "11 GB" in caught.value.problem
+    assert f"{16 * 8_030_261_248 / 2 / 2**30:.3g} GiB" in caught.value.problem
+    assert "10.2 GiB" in caught.value.problem
     assert "--scale proxy" in caught.value.remedy
     for settings, problem in (
         ({"layers": 4}, "not the full model"),

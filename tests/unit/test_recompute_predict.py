@@ -10,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
 from training_xpu.errors import UserError
-from training_xpu.recompute.live_bytes import LiveBytes, Segment, walk
+from training_xpu.recompute.ledger import PARTS
+from training_xpu.recompute.live_bytes import Event, LiveBytes, Segment, Stretch
 from training_xpu.recompute.predict import PeakPrediction, predict_peaks
+from training_xpu.recompute.setting import TrainingSetting
 from training_xpu.workloads.live_bytes import measure_live_bytes
 
 BATCH, LENGTH, LAYERS = 2, 128, 5
@@ -30,6 +32,10 @@ FAMILIES: dict[str, Any] = {
     "gemma2": lambda: Gemma2Config(**SIZES, head_dim=32),  # eager attention, masks, two kinds of attention
     "gpt2": lambda: GPT2Config(n_layer=LAYERS, n_embd=128, n_head=4, vocab_size=1024, n_positions=256),
 }
+
+
+def plain(dtype: Any = "fp32") -> TrainingSetting:
+    return TrainingSetting(dtype=dtype, batch_size=BATCH, sequence_length=LENGTH)
 
 
 def measured_peak(config: Any, recomputed: int, dtype: str) -> int:
@@ -74,7 +80,7 @@ def test_predicted_peaks_are_the_measured_ones(family: str, dtype: Any) -> None:
     config = FAMILIES[family]()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    predicted = predict_peaks(model, BATCH, LENGTH, dtype=dtype)
+    predicted = predict_peaks(model, plain(dtype))
     assert predicted.blocks == LAYERS
     for recomputed in (0, 2, LAYERS):
         measured = measured_peak(FAMILIES[family](), recomputed, dtype)
@@ -88,7 +94,7 @@ def test_the_model_asked_about_stays_as_it_was() -> None:
     flags = [getattr(m, "gradient_checkpointing", None) for m in model.modules()]
     calls = []
     model.register_forward_pre_hook(lambda *a: calls.append(1))
-    predict_peaks(model, BATCH, LENGTH)
+    predict_peaks(model, plain())
     assert not calls
     assert model.config._attn_implementation == attention
     assert [getattr(m, "gradient_checkpointing", None) for m in model.modules()] == flags
@@ -97,27 +103,48 @@ def test_the_model_asked_about_stays_as_it_was() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_states_of_ddp_with_adamw_are_sixteen_bytes_a_weight_besides_buffers_and_inputs() -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
-    weights = sum(p.numel() for p in model.parameters())
-    rotary = 2 * (128 // 4 // 2) * 4  # inverse frequencies of one head, and the original ones
-    inputs = 2 * BATCH * LENGTH * 8  # ids and labels
-    predicted = predict_peaks(model, BATCH, LENGTH, gradient_buckets=True)
-    assert predicted.state_bytes == 16 * weights + rotary + inputs
+def peaks_of(*peaks: int) -> PeakPrediction:
+    kinds = ("Layer",) * (len(peaks) - 1)
+    return PeakPrediction(kinds, kinds, peaks, ("head",) * len(peaks), tuple({} for _ in peaks), {})
 
 
-def test_more_recompute_never_needs_more_in_these_models_and_the_fewest_that_fit_are_found() -> None:
-    prediction = PeakPrediction(3, 10, (100, 80, 60, 50), ("a", "a", "a", "b"))
+def test_the_fewest_recomputed_blocks_that_fit_are_found() -> None:
+    prediction = peaks_of(100, 80, 60, 50)
+    assert prediction.blocks == 3
     assert prediction.fewest_recomputed(100) == 0
     assert prediction.fewest_recomputed(99) == 1
     assert prediction.fewest_recomputed(60) == 2
     assert prediction.fewest_recomputed(49) is None
 
 
+@pytest.mark.parametrize("engine", ["plain", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3"])
+def test_parts_add_up_to_the_peak(engine: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
+    deepspeed = engine.startswith("zero")
+    setting = TrainingSetting(
+        engine="deepspeed" if deepspeed else engine,  # type: ignore[arg-type]
+        zero_stage=int(engine[-1]) if deepspeed else 0,
+        world_size=1 if engine == "plain" else 4,
+        dtype="bf16",
+        batch_size=BATCH,
+        sequence_length=LENGTH,
+        gradient_accumulation=2,
+        reduce_bucket_elements=100_000,
+    )
+    prediction = predict_peaks(model, setting)
+    for count, peak in enumerate(prediction.peaks):
+        parts = prediction.parts(count)
+        assert sum(parts.values()) == peak
+        assert tuple(parts) == PARTS
+        assert all(size >= 0 for size in parts.values()), parts
+    assert prediction.kinds == ("LlamaDecoderLayer",) * LAYERS
+    assert prediction.names == tuple(f"model.layers.{i}" for i in range(LAYERS))
+
+
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(UserError, match="blocks are none"):
-        predict_peaks(torch.nn.Linear(3, 3), 1, 8)
+    with pytest.raises(UserError, match="no repeated blocks"):
+        predict_peaks(torch.nn.Linear(3, 3), plain())
 
 
 def test_a_model_that_cannot_be_traced_is_refused_in_one_line() -> None:
@@ -125,7 +152,7 @@ def test_a_model_that_cannot_be_traced_is_refused_in_one_line() -> None:
         model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
     model.lm_head = torch.nn.Linear(7, 7, device="meta")  # does not fit
     with pytest.raises(UserError, match="cannot be predicted") as caught:
-        predict_peaks(model, BATCH, LENGTH)
+        predict_peaks(model, plain())
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -139,11 +166,29 @@ def test_live_bytes_follow_storages_and_not_views() -> None:
         counter.mark("second")
         del b, c
         counter.mark("end")
-    assert counter.segments == [Segment("first", 2048, 2048), Segment("second", 0, -2048)]
+    assert counter.segments == [Segment("first", (Stretch(2048, 2048),)), Segment("second", (Stretch(0, -2048),))]
     assert counter.live == 0
 
 
-def test_walk_finds_the_highest_point() -> None:
-    segments = [Segment("up", 30, 20), Segment("top", 25, -5), Segment("down", 10, -15)]
-    assert walk(100, segments) == (145, "top")
-    assert walk(7, []) == (7, "")
+def test_events_cut_a_segment_into_stretches() -> None:
+    with LiveBytes() as counter:
+        counter.mark("only")
+        a = torch.zeros(100, dtype=torch.uint8)
+        counter.note("gradient", 7)
+        b = torch.zeros(50, dtype=torch.uint8)
+        del a, b
+        counter.mark("end")
+    segment = counter.segments[0]
+    assert segment.steps == (Stretch(100, 100), Event("gradient", 7), Stretch(50, -100))
+    assert (segment.peak, segment.net) == (150, 0)
+
+
+def test_what_was_there_before_does_not_count_when_it_is_viewed() -> None:
+    weight = torch.zeros(256)
+    with LiveBytes() as counter:
+        counter.know(weight)
+        counter.mark("only")
+        view = weight.view(16, 16)
+        copied = view + 1
+        counter.mark("end")
+    assert counter.segments[0].net == copied.nbytes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ import pytest
 
 from training_xpu import device
 from training_xpu.errors import CannotRunHere, UserError
+from training_xpu.perf import limits, resume, store
 from training_xpu.perf import resolve as resolving
-from training_xpu.perf import resume
+from training_xpu.perf.records import RUN_FILE, RunRecord
 from training_xpu.perf.request import TrainingRequest
 from training_xpu.perf.resolve import resolve, with_data_in_place
 from training_xpu.perf.resume import resume_job
 from training_xpu.workloads import checkpoint
-from training_xpu.workloads.config import JobConfig
+from training_xpu.workloads.config import JOB_FILE, JobConfig
 
 MODEL = {
     "model_type": "llama",
@@ -41,6 +44,7 @@ class View:
 
     accelerators: list[Any] = dataclasses.field(default_factory=list)
     dtypes: tuple[str, ...] = ("bf16", "fp32")
+    models_checked: list[Any] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -60,6 +64,11 @@ def view(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> View:
     ):
         monkeypatch.setattr(device, name, value, raising=False)
     monkeypatch.setenv("TRAINING_XPU_CACHE", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    # The check takes a process and seconds each; it has its own tests.
+    for module in (resolving, resume):
+        monkeypatch.setattr(module, "check_model", lambda *question: found.models_checked.append(question))
     return found
 
 
@@ -131,11 +140,12 @@ def saved(view: View, request_: TrainingRequest, tmp_path: Path) -> tuple[Path, 
     folder = tmp_path / "run" / "checkpoints"
     job = job_of(request_, steps=10, save_every=3, dataloader_workers=0, eval_sequences=4)
     checkpoint.prepare_staging(folder, 6)
+    (checkpoint.staging_folder(folder, 6) / "state.pt").write_text("weights")
     return checkpoint.complete(folder, 6, job, keep=2), job
 
 
 def going_on(folder: Path, given: set[str], **options: Any) -> JobConfig:
-    request = TrainingRequest(model=options.pop("model", ""), resume=folder, **options)
+    request = TrainingRequest(model=options.pop("model", ""), resume=str(folder), **options)
     return resume_job(request, frozenset({"resume", *given}), lambda text: None)
 
 
@@ -178,6 +188,7 @@ def test_a_job_of_several_nodes_needs_its_meeting_point_again(saved: tuple[Path,
     folder, job = saved
     job = job.model_copy(update={"nnodes": 2})
     checkpoint.prepare_staging(folder.parent, 9)
+    (checkpoint.staging_folder(folder.parent, 9) / "state.pt").write_text("weights")
     later = checkpoint.complete(folder.parent, 9, job, keep=2)
     with pytest.raises(UserError, match="2 nodes, which needs --rdzv-endpoint"):
         going_on(later, set())
@@ -193,4 +204,113 @@ def test_every_option_of_a_request_is_fixed_by_a_checkpoint_or_may_change() -> N
     options = {field.name for field in dataclasses.fields(TrainingRequest)}
     assert options == may_change | set(resume.FIXED)
     assert set(resume.FIXED.values()) <= set(JobConfig.model_fields)
-    assert resolving.SCALES == ("auto", "full", "proxy")
+    assert limits.SCALES == ("auto", "full", "proxy")
+
+
+def test_a_folder_is_checked_as_it_stands_and_a_checkpoint_s_model_too(
+    view: View, request_: TrainingRequest, saved: tuple[Path, JobConfig]
+) -> None:
+    (config, where, weights), *_ = view.models_checked
+    assert config["hidden_size"] == 64
+    assert where == f"{request_.model.partition('/')[2]}/config.json"
+    assert weights is None
+    view.models_checked.clear()
+    going_on(saved[0], set())
+    ((config, *_),) = view.models_checked
+    assert config == saved[1].model
+
+
+def test_a_wrong_column_is_refused_before_a_tokenizer_is_trained(view: View, request_: TrainingRequest) -> None:
+    said: list[str] = []
+    with pytest.raises(UserError, match="has no field 'txt'") as caught:
+        resolve(dataclasses.replace(request_, data_field="txt"), 40, said.append)
+    assert caught.value.remedy == "Did you mean text?"
+    assert said == []
+
+
+def test_what_the_options_ask_for_together_must_fit(view: View, request_: TrainingRequest) -> None:
+    # 65,536 x 64 x 256 tokens of 24 bytes are 24 GiB; a quarter of 8 GiB is what a rank may take.
+    with pytest.raises(UserError, match=r"tokens of one step .* take 24 GiB of a rank's 8 GiB") as caught:
+        job_of(request_, gradient_accumulation=1 << 16, micro_batch=64, seq_len=256)
+    assert caught.value.remedy.startswith("Use --gradient-accumulation 5461 or less")
+    assert job_of(request_, gradient_accumulation=5461, micro_batch=1, seq_len=32).gradient_accumulation == 5461
+
+
+@pytest.fixture
+def runs(saved: tuple[Path, JobConfig], tmp_path: Path) -> Path:
+    """Three runs, oldest first: with a checkpoint, without one, and one that is still running, with a checkpoint."""
+    folder = tmp_path / "runs"
+    checkpoint_, job = saved
+    for number, (has_checkpoint, status) in enumerate(((True, "completed"), (False, "failed"), (True, "running"))):
+        name = f"2026030{number + 1}-000000-ddp-model-base"
+        run = folder / name
+        run.mkdir(parents=True)
+        job.write(run / JOB_FILE)
+        RunRecord(
+            name=name,
+            created=datetime(2026, 3, number + 1, tzinfo=UTC),
+            command=[],
+            workload=job.workload,
+            arm="base",
+            features=[],
+            status=status,
+            **(store.owner() if status == "running" else {}),
+        ).write(run / RUN_FILE)
+        if has_checkpoint:
+            shutil.copytree(checkpoint_, run / "checkpoints" / checkpoint_.name)
+    return folder
+
+
+def test_a_run_is_resumed_by_its_name_or_as_the_latest(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = runs / "20260301-000000-ddp-model-base" / "checkpoints" / "step-0000006"
+    for asked in ("latest", "20260301-000000-ddp-model-base", "20260301", str(first), str(first.parent.parent)):
+        assert resume.checkpoint_of(asked, runs) == first
+    monkeypatch.chdir(first.parent)
+    assert resume.checkpoint_of(first.name, runs) == Path(first.name)
+    assert resume.checkpoint_of(".", runs) == Path("step-0000006")
+    for asked, problem, remedy in (
+        ("2026", "3 runs begin so", "Write more of the name"),
+        ("20260302-000000-ddp-model-base", "no complete checkpoint", ""),
+        ("20260301-000000-ddp-modl-base", "no such folder, and no run of that name", "Did you mean 20260301"),
+        ("", "the path is empty", "latest"),
+        (" ", "the path is empty", "latest"),
+    ):
+        with pytest.raises(UserError) as caught:
+            resume.checkpoint_of(asked, runs)
+        assert problem in caught.value.problem
+        assert remedy in caught.value.remedy
+    with pytest.raises(UserError, match=r"no run in .* has ended and has a complete checkpoint"):
+        resume.checkpoint_of("latest", runs / "empty")
+
+
+def test_where_a_resumed_job_saves(saved: tuple[Path, JobConfig], tmp_path: Path) -> None:
+    folder, job = saved
+    elsewhere = tmp_path / "elsewhere"
+    resumed = going_on(folder, {"save"}, save=elsewhere)
+    assert (resumed.checkpoint_folder, resumed.save_every) == (elsewhere, job.save_every)
+    with pytest.raises(UserError, match="--save names a folder, but not how often"):
+        going_on(folder, {"save", "save_every"}, save=elsewhere, save_every=0)
+    shutil.copytree(folder, elsewhere / folder.name)
+    with pytest.raises(UserError, match="holds checkpoints of another run"):
+        going_on(folder, {"save"}, save=elsewhere)
+    assert going_on(folder, {"save"}, save=folder.parent).checkpoint_folder == folder.parent
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"micro_batch": 10**9}, "--micro-batch 1000000000: must be 1 to 65536"),
+        ({"warmup_steps": 10**12}, "--warmup-steps"),
+        ({"initial_weights": "/nowhere"}, "the weights /nowhere, which are gone"),
+    ],
+)
+def test_a_job_in_a_marker_is_checked_like_a_command_line(
+    saved: tuple[Path, JobConfig], changes: dict[str, Any], word: str
+) -> None:
+    marker = saved[0] / checkpoint.MARKER
+    content = json.loads(marker.read_text())
+    marker.write_text(json.dumps({**content, "job": {**content["job"], **changes}}))
+    with pytest.raises(UserError) as caught:
+        going_on(saved[0], set())
+    assert str(marker) in caught.value.problem
+    assert word in caught.value.problem

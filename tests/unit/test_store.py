@@ -17,9 +17,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from training_xpu import records
 from training_xpu.cli.runs import page, runs
 from training_xpu.errors import UserError
 from training_xpu.perf import store
+from training_xpu.perf.explain import explain_run
 from training_xpu.perf.records import RUN_FILE, Estimate, LossSummary, RankFailure, RunRecord, Summary
 from training_xpu.workloads.config import EVENTS_FILE, STEPS_FILE
 
@@ -184,6 +186,100 @@ def test_newest_first_and_the_unreadable_with_their_reason(three: Path) -> None:
     assert "newer than 1" in str(found["20260304-000000-ddp-a-base"])
     assert "is not a RunRecord" in str(found["20260303-000000-ddp-a-base"])
     assert isinstance(found[OLD], RunRecord)
+
+
+def set_to(**changes: Any) -> Callable[[Path], object]:
+    return lambda file: file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def as_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def as_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def as_huge(file: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.truncate(store.LARGEST_RECORD + 1)  # sparse: takes no room
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        as_fifo,
+        as_folder,
+        as_huge,
+        set_to(created="2026-03-01T12:00:00"),
+        set_to(created=7e30),
+        set_to(finished="2026-03-01T12:00:00"),
+        set_to(pid="x"),
+        set_to(summary=[]),
+        set_to(feature_reports=7),
+        set_to(status="bored"),
+        lambda file: file.write_text("[" * 200_000),
+        lambda file: file.write_bytes(b"\xff\xfe"),
+    ],
+)
+def test_a_damaged_record_is_listed_and_harms_no_other(three: Path, invoke: Invoke, damage: Any) -> None:
+    damage(three / MIDDLE / RUN_FILE)
+    shown = invoke("--json", "--output", three)
+    assert shown.exit_code == 0, shown.exception
+    entries = {run["name"]: run for run in json.loads(shown.stdout)["runs"]}
+    assert {name: run["status"] for name, run in entries.items()} == {
+        NEW: "completed", MIDDLE: "unreadable", OLD: "completed",
+    }  # fmt: skip
+    assert MIDDLE in entries[MIDDLE]["reason"]
+    assert store.find_run("latest", three).name == NEW
+    for read in (lambda: store.load_run(three / MIDDLE), lambda: explain_run(MIDDLE, three)):
+        with pytest.raises(UserError, match=MIDDLE):
+            read()
+
+
+@pytest.mark.parametrize("year", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00"])
+def test_the_first_and_the_last_year(three: Path, invoke: Invoke, year: str) -> None:
+    set_to(created=year)(three / MIDDLE / RUN_FILE)
+    for arguments in (("--output", three), (MIDDLE, "--output", three)):
+        shown = invoke(*arguments)
+        assert shown.exit_code == 0, shown.exception
+        assert MIDDLE in shown.stdout
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 2**31, 10**30])
+def test_an_owner_that_cannot_be_is_dead(tmp_path: Path, pid: int) -> None:
+    assert store.load_run(put(tmp_path, OLD, **owned(pid=pid))).status == "failed"
+
+
+def test_lines_in_something_that_is_no_file_or_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / EVENTS_FILE)
+    (tmp_path / STEPS_FILE).mkdir()
+    assert store.load_events(tmp_path) == store.load_steps(tmp_path) == []
+    (tmp_path / EVENTS_FILE).unlink()
+    monkeypatch.setattr(records, "LONGEST_LINE", 1000)
+    line = '{"schema":1,"rank":0,"time":1.0,"event":"finished"}\n'
+    (tmp_path / EVENTS_FILE).write_text(line + "x" * 10_000 + "\n" + line)
+    assert len(store.load_events(tmp_path)) == 2
+
+
+def test_a_runs_folder_that_is_a_file(tmp_path: Path, invoke: Invoke) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(UserError, match=r"cannot read .*/runs: Not a directory"):
+        store.list_runs(tmp_path / "runs")
+
+
+def test_where_runs_cannot_be_written_is_told_beforehand(tmp_path: Path) -> None:
+    store.check_runs_folder(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for folder in (Path("/dev/null"), tmp_path / "file", tmp_path / "file" / "runs", tmp_path / "link"):
+        with pytest.raises(UserError, match="is no folder") as caught:
+            store.check_runs_folder(folder)
+        assert caught.value.problem.startswith(f"cannot write runs to {folder}: ")
+        assert "--output" in caught.value.remedy
 
 
 def test_a_record_without_an_owner_is_believed(tmp_path: Path) -> None:

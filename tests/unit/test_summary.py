@@ -239,3 +239,31 @@ def test_hidden_phases_and_unknown_numbers_stay_null() -> None:
 def test_a_step_without_a_time_is_not_measured() -> None:
     steps = [step(1), step(2, step_s=0.0), step(3, step_s=math.nan), step(4)]
     assert [g.step for g in measured(steps, job(nproc=1)).steps] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"step_s": 1e-320},
+        {"step_s": 1e300},
+        {"real_tokens": 10**400},
+        {"real_tokens": -5},
+        {"model_flops": math.inf},
+        {"hardware_flops": -1.0},
+        {"forward_s": math.nan},
+        {"peak_memory_bytes": 10**30},
+        {"rank": 7},
+        {"rank": -1},
+    ],
+)
+def test_a_damaged_step_neither_counts_nor_breaks_the_summary(damage: dict[str, Any]) -> None:
+    config = job(nproc=1)
+    good = [step(n) for n in (1, 2, 4)]
+    found = summarise([*good, step(3, **damage)], [], config)
+    assert found.model_copy(update={"loss": None}) == summarise(good, [], config).model_copy(update={"loss": None})
+    assert found.steps_measured == 3
+    assert "Infinity" not in found.to_json()
+
+
+def test_a_damaged_job_of_a_billion_ranks_does_not_fill_memory() -> None:
+    assert group_steps([step(1)], job(nproc=10**12)) == []

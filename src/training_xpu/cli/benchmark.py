@@ -30,11 +30,12 @@ def benchmark(
 
     Ends with a table and the path of each run's record.
     """
-    from training_xpu.cli.launching import launch_and_show, refuse_existing_launcher
+    from training_xpu.cli.launching import check_variables, launch_and_show, refuse_existing_launcher
     from training_xpu.perf.experiment import parse_arms
 
     if settings["model"] is None:
         raise UserError("--model is missing", "Such as: ljperf benchmark --model deepspeed/llama3-8b")
-    refuse_existing_launcher()
+    check_variables()
+    refuse_existing_launcher("benchmark")
     wanted = parse_arms(features, arms)
     return launch_and_show(request_from(settings), wanted, DEFAULT_STEPS, output, as_json, dry_run)

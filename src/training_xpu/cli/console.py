@@ -40,6 +40,11 @@ def note(text: str) -> None:
         typer.echo(text, err=True)
 
 
+def count(number: int, one: str, many: str = "") -> str:
+    """`1 step`, `2 steps`, `10,000 steps`."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def result(text: str) -> None:
     """
     Raises:

@@ -18,12 +18,49 @@ if TYPE_CHECKING:
     from training_xpu.workloads.config import JobConfig
 
 
-def refuse_existing_launcher() -> None:
-    """`ljperf benchmark` starts its own ranks; under torchrun every rank would start them again."""
+def check_variables() -> None:
+    """Every verb that starts processes calls it first.
+
+    Raises:
+        BadValue: a variable of the project holds something it cannot mean.
+    """
+    from training_xpu.perf.variables import check_ours
+
+    check_ours(console.note if envs.distributed().rank == 0 else lambda text: None)
+
+
+def refuse_existing_launcher(verb: str) -> None:
+    """Some verbs start their own ranks; under torchrun every rank would start them again."""
     if envs.distributed().launched:
         raise UserError(
-            "ljperf benchmark starts its own ranks, and runs inside a launcher here (RANK is set)",
+            f"ljperf {verb} starts its own ranks, and runs inside a launcher here (RANK is set)",
             "Start it without torchrun, or use: torchrun ... --no-python ljperf train ...",
+        )
+
+
+def check_meeting_point() -> None:
+    """
+    Raises:
+        UserError: a launcher has set this rank's place, and not where the ranks meet.
+    """
+    place = envs.distributed()
+    if place.launched:
+        lacking = [
+            name
+            for name, value in (("MASTER_ADDR", place.master_address), ("MASTER_PORT", place.master_port))
+            if value is None
+        ]
+        if lacking:
+            raise UserError(
+                f"RANK and WORLD_SIZE are set, as by a launcher, but not {' and '.join(lacking)}",
+                "The launcher must set them to the host and a free port of rank 0, the same for every rank; without "
+                "a launcher, unset RANK and WORLD_SIZE.",
+            )
+        if not 1 <= (place.master_port or 0) <= 65535:
+            raise UserError(f"MASTER_PORT is {place.master_port}", "It is a port of rank 0's host, from 1 to 65535.")
+    elif envs.get("RANK") is not None:
+        raise UserError(
+            "RANK is set, as by a launcher, but not WORLD_SIZE", "The launcher must set both; without one, unset RANK."
         )
 
 
@@ -42,14 +79,18 @@ def launch_and_show(
     from training_xpu.perf.resolve import resolve
     from training_xpu.perf.resume import resume_job
     from training_xpu.perf.runner import DryRunDocument, as_script, plan_arm
+    from training_xpu.perf.store import check_runs_folder
 
+    runs_folder = (output or envs.runs_folder()).absolute()
     with interrupt_on_signals():
+        check_runs_folder(runs_folder)
         job = (
-            resume_job(request, given, console.note)
+            resume_job(request, given, console.note, runs_folder)
             if request.resume is not None
             else resolve(request, default_steps, console.note)
         )
-        context = make_context(request, job, output, len(arms))
+        job = _with_memory_budget(request, job, arms)
+        context = make_context(request, job, runs_folder, len(arms))
         if dry_run:
             planned = [plan_arm(job, arm, context) for arm in arms]
             if as_json:
@@ -71,15 +112,26 @@ def launch_and_show(
     return int(outcome.exit_code())
 
 
-def make_context(request: TrainingRequest, job: JobConfig, output: Path | None, arms: int) -> RunContext:
+def _with_memory_budget(request: TrainingRequest, job: JobConfig, arms: list[Arm]) -> JobConfig:
+    """Only where it matters: predicting memory takes some seconds."""
+    asked = request.memory_budget or envs.get("TRAINING_XPU_MEMORY_BUDGET")
+    if request.memory_budget is None and not any("recompute" in arm.features for arm in arms):
+        return job
+    from training_xpu.device import may_have_accelerator, torch_view
+    from training_xpu.perf.memory_target import with_memory_budget
+
+    device_type = torch_view().kind if may_have_accelerator() and torch_view().accelerators else "cpu"
+    return with_memory_budget(job, asked, device_type, console.note)
+
+
+def make_context(request: TrainingRequest, job: JobConfig, runs_folder: Path, arms: int) -> RunContext:
     from training_xpu.device import may_have_accelerator, torch_view
     from training_xpu.perf.fingerprint import collect
     from training_xpu.perf.progress import ProgressDisplay
     from training_xpu.perf.runner import Rendezvous, RunContext
 
-    runs = (output or envs.runs_folder()).absolute()
     return RunContext(
-        runs_folder=runs,
+        runs_folder=runs_folder,
         command=["ljperf", *sys.argv[1:]],
         display=ProgressDisplay(sys.stderr, sys.stderr.isatty()),
         fingerprint=collect().model_dump(mode="json", by_alias=True),
@@ -95,13 +147,13 @@ def introduce(job: JobConfig) -> None:
     scale = job.scale
     console.note(f"{job.workload}: {scale.kind}, {scale.parameters / 1e6:,.1f} million parameters. {scale.reason}")
     console.note(
-        f"data: {job.data.source}, {job.data.train_token_count:,} training tokens "
-        f"in {job.data.document_count:,} documents"
+        f"data: {job.data.source}, {console.count(job.data.train_token_count, 'training token')} "
+        f"in {console.count(job.data.document_count, 'document')}"
     )
-    ranks = "1 rank" if job.world_size == 1 else f"{job.world_size} ranks"
+    steps, ranks = console.count(job.steps, "step"), console.count(job.world_size, "rank")
     console.note(
-        f"{job.steps} steps on {ranks}: {job.micro_batch} x {job.sequence_length} tokens per rank and micro batch, "
-        f"{job.gradient_accumulation} micro batch{'es' if job.gradient_accumulation > 1 else ''} per step, {job.dtype}"
+        f"{steps} on {ranks}: {job.micro_batch} x {job.sequence_length} tokens per rank and micro batch, "
+        f"{console.count(job.gradient_accumulation, 'micro batch', 'micro batches')} per step, {job.dtype}"
     )
 
 
@@ -115,6 +167,7 @@ def train_under_launcher(
     given: frozenset[str],
 ) -> int | None:
     """Trains as one rank of a launcher that has set RANK; None where there is none."""
+    check_meeting_point()
     if not envs.distributed().launched:
         return None
     for option, asked in (
@@ -132,9 +185,12 @@ def train_under_launcher(
             "--features works where ljperf starts the ranks; here a launcher has",
             "Set the features' own variables before the launcher.",
         )
+    from training_xpu.perf.store import check_runs_folder
     from training_xpu.perf.under_launcher import train_as_rank
 
-    shown = train_as_rank(request, default_steps, (output or envs.runs_folder()).absolute(), given, console.note)
+    runs_folder = (output or envs.runs_folder()).absolute()
+    check_runs_folder(runs_folder)
+    shown = train_as_rank(request, default_steps, runs_folder, given, console.note)
     if shown is not None:
         _print(shown, as_json)
     from training_xpu.workloads.process import leave

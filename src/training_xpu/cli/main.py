@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import training_xpu
 from training_xpu.cli import console
@@ -16,14 +18,39 @@ from training_xpu.cli.benchmark import benchmark
 from training_xpu.cli.env import env
 from training_xpu.cli.explain import explain
 from training_xpu.cli.models import models
+from training_xpu.cli.paths import check_paths_of
+from training_xpu.cli.plan import plan
 from training_xpu.cli.reproduce import reproduce
 from training_xpu.cli.run import run_command
 from training_xpu.cli.runs import runs
 from training_xpu.cli.train import train
 from training_xpu.errors import ExitCode, UserError
 
+
+class Interrupt(UserError):
+    """Ctrl-C or SIGTERM before there was any work whose record could tell of it."""
+
+    exit_code = ExitCode.INTERRUPTED
+
+
+class Verbs(TyperGroup):
+    """What all verbs share. typer itself turns Ctrl-C into exit code 130 without a word."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for command in self.commands.values():
+            check_paths_of(command)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise Interrupt("interrupted") from interrupt
+
+
 app = typer.Typer(
     name="ljperf",
+    cls=Verbs,
     help="Train large models and measure what each part of the stack gains.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -47,7 +74,7 @@ def root(
     pass
 
 
-for verb in (benchmark, train, models, env, runs, reproduce):
+for verb in (benchmark, train, models, plan, env, runs, reproduce):
     app.command()(verb)
 app.command("run")(run_command)
 app.command()(explain)
@@ -80,6 +107,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()  # the reader left; the interpreter would complain while it flushes
         return int(ExitCode.FAILED)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            console.error(f"a path is too long: {str(error.filename)[:60]}...", "Use a shorter one.")
+            _show_traceback(debug)
+            return int(ExitCode.USAGE)
         where = f" {error.filename}" if error.filename else ""
         console.error(f"{error.strerror or error}:{where}", "Free space or choose another folder with --output.")
         _show_traceback(debug)

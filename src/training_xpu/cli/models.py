@@ -98,6 +98,7 @@ def _print_one(model: Model, machine: Machine) -> None:
     from training_xpu.workloads.catalogue import ENGINES
     from training_xpu.workloads.flops import ModelFlops
     from training_xpu.workloads.listing import memory_on_target, plan_here
+    from training_xpu.workloads.proxy import gibibytes
 
     counts = ModelFlops.from_config(model.config)
     plan = plan_here(model, machine)
@@ -107,13 +108,14 @@ def _print_one(model: Model, machine: Machine) -> None:
     else:
         here = _facts(plan.trained, plan.sequence_length, plan.micro_batch)
     rows = [[name, value, here[name]] for name, value in published.items()]
-    console.table(model.name, ["", "published", "trained here"], rows)
-    needed, available = memory_on_target(model)
-    fits = "fits" if needed.total <= available else "fits only with recompute"
-    console.result(
-        f"Meant for: {model.target_world_size} x {model.target_device}; with ZeRO-3 in bf16 a step needs about "
-        f"{needed.total / 1e9:.0f} GB of its {available / 1e9:.0f} GB: {fits}"
-    )
+    console.table(model.name, ["", "in full" if model.is_folder else "published", "trained here"], rows)
+    if not model.is_folder:
+        needed, available = memory_on_target(model)
+        fits = "fits" if needed.total <= available else "fits only with recompute"
+        console.result(
+            f"Meant for: {model.target_world_size} x {model.target_device}; with ZeRO-3 in bf16 a step needs about "
+            f"{gibibytes(needed.total)} of its {gibibytes(available)}: {fits}"
+        )
     console.result(f"Here: {_machine_in_words(machine)}")
     console.result(plan.problem if isinstance(plan, UserError) else plan.reason)
     console.result(f"Engines: {', '.join(ENGINES)}")
@@ -130,10 +132,12 @@ def _size_in_words(plan: ScalePlan | Exception) -> str:
 
 
 def _machine_in_words(machine: Machine) -> str:
+    from training_xpu.workloads.proxy import gibibytes
+
     ranks = "1 rank" if machine.ranks == 1 else f"{machine.ranks} ranks, each"
     peak = machine.flops_per_second_per_rank
     speed = f"{peak / 1e12:.3g} TFLOP/s" if peak >= 1e12 else f"{peak / 1e9:.3g} GFLOP/s"
-    return f"{ranks} with {machine.memory_bytes_per_rank / 1e9:.3g} GB and {speed} in bf16 ({machine.peak_source})"
+    return f"{ranks} with {gibibytes(machine.memory_bytes_per_rank)} and {speed} in bf16 ({machine.peak_source})"
 
 
 def _count(number: int) -> str:

@@ -25,7 +25,19 @@ def show(document: BenchmarkDocument) -> None:
     if first is not None and first.steps_measured:
         _explain(first)
     for arm in document.arms:
+        for line in _applied(arm):
+            console.result(f"{arm.name}: {line}")
         console.result(f"record of {arm.name}: {arm.run}")
+
+
+def _applied(arm: ArmDocument) -> list[str]:
+    """What each feature of an arm last said of its effect, on the first rank that said so."""
+    last: dict[str, tuple[int, str]] = {}
+    for told in arm.features_applied:
+        name, rank = str(told.get("feature")), int(told.get("rank", 0))
+        if told.get("event") == "applied" and told.get("reason") and rank <= last.get(name, (rank, ""))[0]:
+            last[name] = (rank, str(told["reason"]))
+    return [reason for _, reason in last.values()]
 
 
 def _row(arm: ArmDocument) -> list[str]:

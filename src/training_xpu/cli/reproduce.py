@@ -30,10 +30,13 @@ def reproduce(
 
     Exits with 1 when the loss curve leaves the tolerance or the run fails.
     """
+    from training_xpu.cli.launching import check_variables, refuse_existing_launcher
     from training_xpu.perf.fingerprint import differences
     from training_xpu.perf.reproduce import reproduce as run_and_compare
     from training_xpu.perf.store import find_run
 
+    check_variables()
+    refuse_existing_launcher("reproduce")
     runs_folder = (output or envs.runs_folder()).absolute()
     document = run_and_compare(find_run(run, runs_folder), launcher(output), runs_folder, differences)
     if as_json:
@@ -49,10 +52,12 @@ def launcher(output: Path | None) -> Launch:
     def launch(config: JobConfig, arm: str, features: list[str], runs_folder: Path) -> Path:
         from training_xpu.cli.launching import introduce, make_context
         from training_xpu.perf.children import interrupt_on_signals
+        from training_xpu.perf.limits import check_job
         from training_xpu.perf.request import TrainingRequest
         from training_xpu.perf.resolve import with_data_in_place
         from training_xpu.perf.runner import Arm, run_arm
 
+        check_job(config)
         with interrupt_on_signals():
             job = with_data_in_place(config, console.note)
             context = make_context(TrainingRequest(model=job.workload), job, runs_folder, 1)

@@ -38,11 +38,16 @@ def run_command(
     Its input, output, signals and exit code pass through untouched. Afterwards stderr says which features applied, and
     the record lies in the run folder. Exit code 3: the command succeeded, but a feature asked for did not apply.
     """
+    from training_xpu.cli.launching import check_variables
     from training_xpu.perf import userjob
+    from training_xpu.perf.store import check_runs_folder
 
+    check_variables()
     names = None if features_on is None else features.parse_names(features_on)
     runs_folder = (output or envs.runs_folder()).absolute()
     words = list(command or [])
+    userjob.check_command(words)
+    check_runs_folder(runs_folder)
     if dry_run:
         console.result(userjob.dry_run(words, names, runs_folder))
         return 0

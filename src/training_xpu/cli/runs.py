@@ -30,8 +30,10 @@ def runs(
 ) -> None:
     """List the runs that have been made, newest first, or show one of them."""
     from training_xpu.perf import store
+    from training_xpu.perf.leftovers import clear_leftovers
 
     folder = output or envs.runs_folder()
+    clear_leftovers(folder)
     if run is not None:
         found = store.find_run(run, folder)
         record = with_summary(found, store.load_run(found))
@@ -148,12 +150,12 @@ def _about(folder: Path, record: RunRecord) -> Rows:
         rows.append(("took", _duration((record.finished - record.created).total_seconds())))
     config = record.config
     if config is not None:
-        ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
+        steps, ranks = console.count(config.steps, "step"), console.count(config.world_size, "rank")
         rows += [
             ("model", f"{config.scale.kind}, {config.scale.parameters / 1e6:,.1f} M parameters: {config.scale.reason}"),
             (
                 "job",
-                f"{config.steps} steps on {ranks}, {config.micro_batch} x {config.sequence_length} tokens per rank and "
+                f"{steps} on {ranks}, {config.micro_batch} x {config.sequence_length} tokens per rank and "
                 f"micro batch, accumulation {config.gradient_accumulation}, {config.dtype}",
             ),
             ("data", config.data.source),
@@ -228,7 +230,10 @@ def _number(value: float | None) -> str:
 
 
 def _when(moment: datetime) -> str:
-    return f"{moment.astimezone():%Y-%m-%d %H:%M}"
+    try:
+        return f"{moment.astimezone():%Y-%m-%d %H:%M}"
+    except (OverflowError, ValueError):  # the first and last years there are, in a damaged record
+        return f"{moment:%Y-%m-%d %H:%M}"
 
 
 def _duration(seconds: float) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from training_xpu.cli.completion import complete_run
 from training_xpu.cli.training_options import request_from, with_training_options
 from training_xpu.errors import UserError
 
@@ -25,9 +26,10 @@ def train(
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: none.", rich_help_panel=SAVING)] = 0,
     keep_checkpoints: Annotated[int, typer.Option(help="Newest ones to keep.", rich_help_panel=SAVING)] = 2,
     resume: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="A run, its checkpoints or one checkpoint to go on from, with that run's settings.",
+            help="Go on from a run (its name, its folder, or latest) or a checkpoint, with that run's settings.",
+            autocompletion=complete_run,
             rich_help_panel=SAVING,
         ),
     ] = None,
@@ -43,12 +45,13 @@ def train(
     ] = False,
 ) -> int:
     """Train a workload: loss curve, measured summary, saved model. Also under torchrun, which then gives the ranks."""
-    from training_xpu.cli.launching import launch_and_show, train_under_launcher
+    from training_xpu.cli.launching import check_variables, launch_and_show, train_under_launcher
     from training_xpu.perf.experiment import parse_arms
     from training_xpu.perf.resume import given_options
 
     if settings["model"] is None and resume is None:
         raise UserError("--model is missing", "Such as: ljperf train --model deepspeed/llama3-8b")
+    check_variables()
     trackers = tuple(name.strip() for value in report_to or [] for name in value.split(",") if name.strip())
     request = request_from(
         {**settings, "model": settings["model"] or ""},

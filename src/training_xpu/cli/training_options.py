@@ -37,6 +37,13 @@ def shared_options(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Recompute every layer.", rich_help_panel=WORKLOAD)
     ] = False,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a rank, for recompute: 6GiB, 80%, live:4GiB. Default: scaled with a proxy.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(

@@ -20,6 +20,8 @@ def job_environment(job: JobConfig, features_on: list[str], run_folder: Path, ha
     """
     ours: dict[str, str] = dict(features.environment_for(features_on))
     ours["TRAINING_XPU_REPORT"] = str(run_folder / report.FOLDER_NAME)
+    if job.memory_budget is not None:
+        ours["TRAINING_XPU_MEMORY_BUDGET"] = job.memory_budget
     present = envs.snapshot()
     for name, value in defaults(job, has_accelerator).items():
         if name not in present:

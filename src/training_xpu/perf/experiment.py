@@ -62,11 +62,14 @@ class Outcome:
         found: list[str] = []
         for _, record in self.runs:
             for name in record.features:
+                own = [r for r in record.feature_reports if r.get("feature") == name]
                 reasons = [
-                    str(r.get("reason", "no reason given"))
-                    for r in record.feature_reports
-                    if r.get("feature") == name and r.get("event") == "stepped-aside"
+                    str(r.get("reason") or "no reason given")
+                    for r in own
+                    if r.get("event") in ("stepped-aside", "fault")
                 ]
+                if not reasons and record.status == "completed" and not any(r.get("event") == "applied" for r in own):
+                    reasons = ["it never said that it applied; were there enough steps?"]
                 if reasons:
                     found.append(f"{name}: {reasons[0]}")
         return list(dict.fromkeys(found))

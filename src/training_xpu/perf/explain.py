@@ -86,8 +86,8 @@ def explain_process(pid: int) -> Explanation:
         reports = _working_folder(pid) / reports
     lines = list(report.read(reports))
     family = {pid, *_descendants(pid)}
-    jobs = {line.data.get("job") for line in lines if line.pid in family and line.event == "process"} - {None, ""}
-    members = {line.pid for line in lines if line.event == "process" and line.data.get("job") in jobs} | family
+    jobs = {_job(line) for line in lines if line.pid in family and line.event == "process"} - {""}
+    members = {line.pid for line in lines if line.event == "process" and _job(line) in jobs} | family
     lines = [line for line in lines if line.pid in members]
     if not lines:
         raise UserError(
@@ -119,13 +119,21 @@ def _explanation(
                 host=line.host,
                 started=line.time,
                 program=str(line.data.get("program", "")),
-                asked_for={str(k): str(v) for k, v in dict(line.data.get("asked_for", {})).items()},
+                asked_for=_texts(line.data.get("asked_for")),
             )
             for line in lines
             if line.event == "process"
         ],
         lines=[line for line in lines if line.feature],
     )
+
+
+def _job(line: ReportLine) -> str:
+    return str(line.data.get("job") or "")
+
+
+def _texts(told: object) -> dict[str, str]:
+    return {str(k): str(v) for k, v in told.items()} if isinstance(told, Mapping) else {}
 
 
 def asked_in(lines: Iterable[ReportLine]) -> dict[str, str]:

@@ -14,9 +14,9 @@ from training_xpu.workloads.config import EVENTS_FILE
 from training_xpu.workloads.launch import LAUNCH_FILE, EndedRank, LaunchRecord
 from training_xpu.workloads.process import is_lost_peer
 from training_xpu.workloads.records import EventRecord
+from training_xpu.workloads.saving import FULL_DISK_BYTES
 
 LOG_TAIL_LINES = 15
-FULL_DISK_BYTES = 1 << 20
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -30,10 +30,7 @@ def collect_failures(
         kills_after: and after it ended; more of them explain a SIGKILL.
         launcher_exit: exit code of the process that started the ranks; negative: the signal that ended it.
     """
-    kernel = ""
-    if kills_before is not None and kills_after is not None and kills_after.count > kills_before.count:
-        surely = "" if kills_after.scope == "cgroup" else "probably "
-        kernel = f", {surely}by the kernel's out-of-memory killer"
+    kernel = oom_words(kills_before, kills_after)
     launch = _launch_record(run_folder)
     told = {e.rank: e for e in read_lines(run_folder / EVENTS_FILE, EventRecord) if e.event == "failure"}
     failures: dict[int, RankFailure] = {}
@@ -48,7 +45,7 @@ def collect_failures(
     for rank, event in told.items():
         if rank not in failures:
             failures[rank] = RankFailure(rank=rank, reason=event.name, traceback=event.detail)
-    ordered = sorted(failures.values(), key=_blame)
+    ordered = sorted(failures.values(), key=blame)
     if ordered:
         reason = f"rank {ordered[0].rank}: {ordered[0].reason}"
     elif launch.error:
@@ -57,8 +54,8 @@ def collect_failures(
         reason = "the launcher of the ranks was " + killed_by(-launcher_exit, kernel)
     else:
         reason = "the launcher ended without a word" + _tail(run_folder / "logs" / "launcher.log")
-    if shutil.disk_usage(run_folder).free < FULL_DISK_BYTES and "No space left" not in reason:
-        reason += " (the disk is full)"
+    if "No space left" not in reason and shutil.disk_usage(run_folder).free < FULL_DISK_BYTES:
+        reason += f" (the disk of {run_folder} is full: free space, or choose another folder with --output)"
     return reason, ordered
 
 
@@ -80,6 +77,13 @@ def _reason(ended: EndedRank, event: EventRecord | None, kernel: str, run_folder
     return f"ended with exit code {ended.exit_code}" + _tail(run_folder / "logs" / f"rank-{ended.rank}.log")
 
 
+def oom_words(before: OomKills | None, after: OomKills | None) -> str:
+    """What to add to a SIGKILL that more of the kernel's out-of-memory kills than before explain; "" without them."""
+    if before is None or after is None or after.count <= before.count:
+        return ""
+    return f", {'' if after.scope == 'cgroup' else 'probably '}by the kernel's out-of-memory killer"
+
+
 def killed_by(number: int, kernel: str = "") -> str:
     """Words for the end by a signal; real-time signals have no name."""
     try:
@@ -89,7 +93,7 @@ def killed_by(number: int, kernel: str = "") -> str:
     return f"killed by signal {number} ({name})" + (kernel if name == "SIGKILL" else "")
 
 
-def _blame(failure: RankFailure) -> tuple[int, int]:
+def blame(failure: RankFailure) -> tuple[int, int]:
     """Signals come before errors of a rank's own, and those before the errors of ranks that lost a peer."""
     if failure.exit_code is not None and failure.exit_code < 0:
         return (0 if failure.exit_code != -signal.SIGTERM else 3, failure.rank)

@@ -6,7 +6,6 @@ machine's random id: enough to tell whether two runs shared a host, without publ
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import re
 import resource
@@ -27,6 +26,7 @@ from training_xpu.device import peaks
 from training_xpu.device.accelerators import Accelerator, TorchView
 from training_xpu.device.files import ROOT, at, format_cpu_list, read_text
 from training_xpu.device.peaks import Peak
+from training_xpu.device.processes import host_id
 from training_xpu.errors import CannotRunHere
 from training_xpu.perf.variables import Variable, variables
 from training_xpu.records import Record
@@ -210,11 +210,10 @@ def _host() -> Host:
     release = dict(
         line.split("=", 1) for line in (read_text(at(ROOT, "/etc/os-release")) or "").splitlines() if "=" in line
     )
-    key = read_text(at(ROOT, "/etc/machine-id")) or ""
     container = any(at(ROOT, p).exists() for p in ("/.dockerenv", "/run/.containerenv"))
     container = container or at(ROOT, "/var/run/secrets/kubernetes.io").exists()
     return Host(
-        id=hashlib.sha256(f"{key}\0{platform.node()}".encode()).hexdigest()[:12],
+        id=host_id(),
         architecture=platform.machine(),
         os=release.get("PRETTY_NAME", "unknown").strip("\"'"),
         kernel=platform.release(),

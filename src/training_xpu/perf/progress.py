@@ -7,20 +7,24 @@ import shutil
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TextIO, TypeVar
 
 from pydantic import ValidationError
 
+from training_xpu.device import processes
+from training_xpu.perf.stalls import StalledRank, hint, stalled
 from training_xpu.records import Record
 from training_xpu.workloads.config import EVENTS_FILE, STEPS_FILE
-from training_xpu.workloads.records import EventRecord, StepRecord
+from training_xpu.workloads.records import PROCESS_NOTE, EventRecord, RankProcess, StepRecord
 
 RECENT = 20  # steps that rates and the time left are taken from
 LAG_SHARE = 0.02  # of a step; less apart, ranks count as even
 STALL_STEPS = 5  # steps' worth of silence that is worth a word
 STALL_SECONDS = 20.0
+LOOK_SECONDS = 60.0  # of silence, after which the processes themselves are looked at
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -48,6 +52,7 @@ class ProgressState:
     silent_s: float | None = None  # since the last step, once that is unusually long
     lag_s: dict[int, float] = field(default_factory=dict)  # rank -> how much longer than the fastest it works on a step
     slowest_rank: int | None = None  # None: even, or not known
+    stalled: tuple[StalledRank, ...] = ()  # ranks that keep the job from moving, once nothing has moved for long
     evaluation_loss: float | None = None  # the last one
     detail: str = ""  # of a failure
 
@@ -81,6 +86,15 @@ class LineTail(Generic[RecordT]):
         return records
 
 
+def state_of_rank(process: RankProcess) -> str:
+    """The state of a rank of this host; "on another host" where it cannot be seen."""
+    if process.host != processes.host_id():
+        return "on another host"
+    if processes.started(process.pid) not in (process.started, None):
+        return "gone"
+    return processes.state(process.pid)
+
+
 class ProgressFollower:
     """Follows steps.jsonl and events.jsonl of one run; `poll` gives the state as of now.
 
@@ -88,13 +102,24 @@ class ProgressFollower:
         run_folder: where the ranks write; the files need not exist yet.
         total_steps: of the whole schedule, resumed steps included.
         world_size: ranks that write here.
+        state_of: a word for what a process does, see `device.processes.state`.
     """
 
-    def __init__(self, run_folder: Path, total_steps: int, world_size: int) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        total_steps: int,
+        world_size: int,
+        state_of: Callable[[RankProcess], str] = state_of_rank,
+    ) -> None:
         self.total_steps = total_steps
         self.world_size = world_size
         self._steps = LineTail(run_folder / STEPS_FILE, StepRecord)
         self._events = LineTail(run_folder / EVENTS_FILE, EventRecord)
+        self._state_of = state_of
+        self._processes: dict[int, RankProcess] = {}
+        self._reached: dict[int, int] = {}  # rank -> its last step
+        self._moved_at = time.time()  # when any rank last wrote anything
         self._pending: dict[int, dict[int, StepRecord]] = {}
         self._recent: deque[dict[int, StepRecord]] = deque(maxlen=RECENT)
         self._step = 0
@@ -112,8 +137,10 @@ class ProgressFollower:
             now: Unix time; the clock's when left out.
         """
         for event in self._events.poll():
+            self._moved_at = event.time
             self._take_event(event)
         for step in self._steps.poll():
+            self._moved_at = step.time
             self._take_step(step)
         return self._state(time.time() if now is None else now)
 
@@ -122,6 +149,8 @@ class ProgressFollower:
             if self._phase != "failed":
                 self._phase, self._phase_since = "failed", event.time
                 self._detail = f"rank {event.rank}: " + _last_line(event.name or event.detail)
+        elif event.name == PROCESS_NOTE:
+            self._processes[event.rank] = RankProcess.model_validate_json(event.detail)
         elif event.event == "evaluation":
             self._evaluation_loss = event.value
         elif event.event in ("phase", "finished"):
@@ -138,6 +167,7 @@ class ProgressFollower:
         if step.step <= self._step:  # begun again from a checkpoint
             self._step = step.step - 1
             self._pending.clear()
+        self._reached[step.rank] = step.step
         ranks = self._pending.setdefault(step.step, {})
         ranks[step.rank] = step
         if len(ranks) >= self.world_size:
@@ -173,9 +203,16 @@ class ProgressFollower:
             silent_s=silent,
             lag_s=lag,
             slowest_rank=slowest,
+            stalled=self._stalled(now - self._moved_at, typical, training),
             evaluation_loss=self._evaluation_loss,
             detail=self._detail,
         )
+
+    def _stalled(self, quiet: float, typical: float | None, training: bool) -> tuple[StalledRank, ...]:
+        if self._phase in ("finished", "failed") or quiet <= max(STALL_STEPS * (typical or 0.0), LOOK_SECONDS):
+            return ()
+        found = {rank: (process.pid, self._state_of(process)) for rank, process in sorted(self._processes.items())}
+        return stalled(found, self._reached, training and typical is not None, quiet)
 
     def _rate(self) -> float | None:
         rates = [
@@ -239,6 +276,7 @@ def describe(state: ProgressState) -> str:
         parts.append(f"no step for {_duration(state.silent_s)}")
     elif state.seconds_left is not None:
         parts.append(f"{_duration(state.seconds_left)} left")
+    parts += [f"rank {rank.rank} {rank.state}" for rank in state.stalled]
     return "  ".join(parts)
 
 
@@ -278,6 +316,8 @@ class ProgressDisplay:
         self._shown_at = -float("inf")
         self._live = False
         self._broken = False
+        self._warned: set[tuple[int, str]] = set()  # rank and state
+        self._warned_at = ("", 0)  # phase and step
 
     def update(self, state: ProgressState, now: float | None = None) -> None:
         """Shows the state, when it is due.
@@ -286,6 +326,7 @@ class ProgressDisplay:
             now: seconds of any steady clock; the monotonic clock's when left out.
         """
         at = time.monotonic() if now is None else now
+        self._warn(state)
         if self._interactive:
             width = shutil.get_terminal_size().columns
             line = self._prefix + describe(state)
@@ -296,6 +337,18 @@ class ProgressDisplay:
         else:
             return
         self._shown, self._shown_at = state, at
+
+    def _warn(self, state: ProgressState) -> None:
+        """A line that stays, once for each rank and way in which it has stalled, until the job moves again."""
+        at = (state.phase, state.step)
+        if at != self._warned_at:
+            self._warned_at, self._warned = at, set()
+        new = [rank for rank in state.stalled if (rank.rank, rank.state) not in self._warned]
+        for rank in new:
+            self._warned.add((rank.rank, rank.state))
+            clear = "\r\x1b[2K" if self._live else ""
+            told = f"rank {rank.rank} (process {rank.pid}) has not moved for {_duration(rank.quiet_s)}: {rank.state}"
+            self._write(f"{clear}{self._prefix}warning: {told}{hint(rank)}\n")
 
     def close(self) -> None:
         """Leaves the last line standing and the cursor on a new one."""

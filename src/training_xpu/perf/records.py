@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
 from training_xpu.records import Record
 from training_xpu.workloads.config import JobConfig, Scale
@@ -85,8 +84,8 @@ class RunRecord(Record):
     """One arm of one workload, measured. Lives in `runs/<time>-<workload>-<arm>/run.json`."""
 
     name: str  # the folder's name
-    created: datetime
-    finished: datetime | None = None
+    created: AwareDatetime
+    finished: AwareDatetime | None = None
     command: list[str]
     workload: str
     arm: str
@@ -183,7 +182,7 @@ class RunEntry(Record):
     name: str
     status: Status | Literal["unreadable"]
     reason: str = ""
-    created: datetime | None = None
+    created: AwareDatetime | None = None
     workload: str | None = None
     arm: str | None = None
     experiment: str | None = None

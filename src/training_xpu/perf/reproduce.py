@@ -213,7 +213,7 @@ def _verdict(loss: LossComparison | None, name: str) -> tuple[ReproductionVerdic
         return "failed", f"{name} recorded none of the original's steps"
     if loss.steps_compared < loss.steps_expected:
         return "failed", f"{name} recorded only {loss.steps_compared} of the original's {loss.steps_expected} steps"
-    steps = f"{loss.steps_compared} steps"
+    steps = "1 step" if loss.steps_compared == 1 else f"{loss.steps_compared} steps"
     if loss.identical:
         return "identical", f"the losses of {steps} are equal bit for bit"
     most = f"{100 * loss.largest_relative:.2g} % at step {loss.largest_relative_step}"

@@ -21,6 +21,7 @@ class TrainingRequest:
     seq_len: int | None = None
     layers: int | None = None
     gradient_checkpointing: bool = False
+    memory_budget: str | None = None
     steps: int | None = None
     learning_rate: float | None = None
     warmup_steps: int | None = None
@@ -39,6 +40,6 @@ class TrainingRequest:
     save: Path | None = None
     save_every: int = 0
     keep_checkpoints: int = 2
-    resume: Path | None = None
+    resume: str | None = None  # a run's name, latest, or a path
     save_model: bool = False
     report_to: tuple[str, ...] = ()

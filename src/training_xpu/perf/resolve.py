@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from training_xpu import device, envs
-from training_xpu.errors import CannotRunHere, UserError, nearest
+from training_xpu.errors import CannotRunHere, UserError
+from training_xpu.perf.limits import check_request, check_volume
 from training_xpu.perf.request import TrainingRequest
+from training_xpu.perf.store import check_writable
 from training_xpu.workloads import catalogue, checkpoint, proxy
 from training_xpu.workloads.config import Dtype, EngineName, JobConfig, PreparedData
 from training_xpu.workloads.data import tokenizer as tokenizers
-from training_xpu.workloads.data.prepare import prepare
-from training_xpu.workloads.reporting import PACKAGES, check_trackers
+from training_xpu.workloads.data.prepare import check_data, prepare
+from training_xpu.workloads.model_check import check_model
+from training_xpu.workloads.ranks import choose_nproc
+from training_xpu.workloads.reporting import check_trackers
 
-SCALES = ("auto", "full", "proxy")
 SMALL_MODEL_PARAMETERS = 200_000_000
 PREPARED_TOKENS = 1 << 23  # tokens prepared at least, so that runs of different lengths share them
-RANKS_ON_CPU = 2
 TRAINED_MODEL = Path("model")  # within the run folder
 
 
@@ -35,21 +37,25 @@ def resolve(request: TrainingRequest, default_steps: int, say: Callable[[str], N
         UserError: something is unknown, impossible or unreadable.
         CannotRunHere: this machine lacks a dtype, a device or a package that was asked for.
     """
-    check_choices(request)
-    check_numbers(request)
+    check_request(request)
     workload = catalogue.resolve(request.model)
     engine = EngineName(workload.engine)
     if request.save is not None:
+        check_writable("--save", request.save)
         checkpoint.check_unused(request.save)
     check_trackers(list(request.report_to))
     if request.tokenizer is not None:
         tokenizers.check_given(request.tokenizer)
+    check_data(request.data, request.data_field)
     view = device.torch_view()
     accelerators = len(view.accelerators)
-    nproc = choose_nproc(request, accelerators)
+    nproc = choose_nproc(request.nproc, accelerators)
     dtype = request.dtype or ("bf16" if "bf16" in view.dtypes else "fp32")
     if dtype not in view.dtypes:
         raise CannotRunHere(f"--dtype {dtype}: this device cannot train in it", "Use " + " or ".join(view.dtypes) + ".")
+    if workload.model.is_folder and envs.distributed().local_rank == 0:
+        model = workload.model
+        check_model(model.config, f"{model.source}/config.json", model.weights)
     peak = device.cached_peak(dtype)
     assert peak is not None
     peak_per_rank = peak.flops if accelerators else peak.flops / nproc
@@ -73,6 +79,15 @@ def resolve(request: TrainingRequest, default_steps: int, say: Callable[[str], N
         vocabulary=vocabulary_of(request.tokenizer) if request.tokenizer is not None else None,
     )
     steps = request.steps or default_steps
+    check_volume(
+        steps=steps,
+        nproc=nproc,
+        world_size=nproc * request.nnodes,
+        micro_batch=scaled.micro_batch,
+        gradient_accumulation=request.gradient_accumulation,
+        sequence_length=scaled.sequence_length,
+        eval_sequences=request.eval_sequences,
+    )
     tokens_per_step = (
         nproc * request.nnodes * scaled.micro_batch * request.gradient_accumulation * scaled.sequence_length
     )
@@ -167,75 +182,3 @@ def with_data_in_place(job: JobConfig, say: Callable[[str], None]) -> JobConfig:
             "Start a new run, or bring the old data back.",
         )
     return job.model_copy(update={"data": data})
-
-
-def check_choices(request: TrainingRequest) -> None:
-    """Options whose value is one of a few words."""
-    for option, value, known in (
-        ("--scale", request.scale, SCALES),
-        ("--dtype", request.dtype, tuple(Dtype)),
-        *(("--report-to", name, tuple(PACKAGES)) for name in request.report_to),
-    ):
-        if value is not None and value not in known:
-            raise UserError(f"{option} {value}: unknown", nearest(value, known))
-
-
-def check_numbers(request: TrainingRequest) -> None:
-    """Options whose value must lie in a range."""
-    at_least: list[tuple[str, float | None, float]] = [
-        ("--micro-batch", request.micro_batch, 1),
-        ("--gradient-accumulation", request.gradient_accumulation, 1),
-        ("--seq-len", request.seq_len, 2),
-        ("--layers", request.layers, 1),
-        ("--steps", request.steps, 1),
-        ("--warmup-steps", request.warmup_steps, 0),
-        ("--weight-decay", request.weight_decay, 0),
-        ("--clip", request.clip, 0),
-        ("--seed", request.seed, 0),
-        ("--eval-sequences", request.eval_sequences, 0),
-        ("--dataloader-workers", request.dataloader_workers, 0),
-        ("--nproc", request.nproc, 1),
-        ("--nnodes", request.nnodes, 1),
-        ("--save-every", request.save_every, 0),
-        ("--keep-checkpoints", request.keep_checkpoints, 1),
-    ]
-    for option, value, least in at_least:
-        if value is not None and not least <= value < math.inf:
-            raise UserError(
-                f"{option} {value}: must be at least {least:g}, and finite", f"Such as: {option} {max(1, least):g}"
-            )
-    if not 0 <= request.zero <= 3:
-        raise UserError(f"--zero {request.zero}: DeepSpeed has ZeRO stages 0, 1, 2 and 3", "Such as: --zero 3")
-    if request.learning_rate is not None and not 0 < request.learning_rate < math.inf:
-        raise UserError(f"--learning-rate {request.learning_rate}: must be above 0", "Such as: --learning-rate 1e-3")
-    if request.seed >= 2**32:
-        raise UserError(f"--seed {request.seed}: must be below 2**32", "Such as: --seed 42")
-    if request.nnodes > 1 and request.rdzv_endpoint is None:
-        raise UserError(
-            f"--nnodes {request.nnodes} needs --rdzv-endpoint", "Give HOST:PORT of one node, the same on every node."
-        )
-    if request.node_rank is not None and not 0 <= request.node_rank < request.nnodes:
-        raise UserError(
-            f"--node-rank {request.node_rank}: with --nnodes {request.nnodes} it is 0 to {request.nnodes - 1}"
-        )
-    if request.save is not None and not request.save_every:
-        raise UserError("--save names a folder, but not how often", "Add --save-every STEPS.")
-    if request.nnodes > 1 and request.save_every and request.save is None and request.resume is None:
-        raise UserError(
-            f"--save-every with --nnodes {request.nnodes} needs --save", "Name a folder that all nodes share."
-        )
-
-
-def choose_nproc(request: TrainingRequest, accelerators: int) -> int:
-    """Ranks on this node: one per accelerator; on CPUs two where there are two cores, so that something is parallel.
-
-    Raises:
-        CannotRunHere: more ranks than accelerators.
-    """
-    if request.nproc is None:
-        return accelerators or min(RANKS_ON_CPU, device.usable_cores())
-    if accelerators and request.nproc > accelerators:
-        raise CannotRunHere(
-            f"--nproc {request.nproc}: this machine has {accelerators} accelerators", f"Use --nproc {accelerators}."
-        )
-    return request.nproc

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,18 +22,20 @@ from training_xpu.perf import store
 from training_xpu.perf.children import deaf_to_interrupts, end_tree
 from training_xpu.perf.environment import job_environment
 from training_xpu.perf.failures import collect_failures
+from training_xpu.perf.leftovers import RESERVE_FILE, clear_leftovers
 from training_xpu.perf.progress import ProgressDisplay, ProgressFollower
 from training_xpu.perf.records import RUN_FILE, RunRecord
 from training_xpu.perf.summary import summarise
 from training_xpu.records import Record
+from training_xpu.workloads import checkpoint
 from training_xpu.workloads.config import JOB_FILE, EngineName, JobConfig
-from training_xpu.workloads.launch import LAUNCH_FILE
+from training_xpu.workloads.folder_owner import owning
+from training_xpu.workloads.launch import LAUNCH_FILE, check_loopback
 from training_xpu.workloads.process import failure_reason
-from training_xpu.workloads.records import PEAK_MEMORY_NOTE, StepRecord
+from training_xpu.workloads.records import PEAK_MEMORY_NOTE, TRACKER_NOTE, StepRecord
 
 POLL_SECONDS = 0.2
 LOOKING_SECONDS = 20.0
-RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 512 * 1024
 
 
@@ -127,7 +130,39 @@ def as_script(planned: PlannedArm) -> str:
 
 
 def run_arm(job: JobConfig, arm: Arm, context: RunContext) -> Path:
-    """Trains once and returns the run's folder, whose record says how it ended: completed, failed or interrupted."""
+    """Trains once and returns the run's folder, whose record says how it ended: completed, failed or interrupted.
+
+    Raises:
+        UserError: the folder for checkpoints or for runs cannot be used; nothing has started then.
+        CannotRunHere: the ranks could not meet here, or what they need cannot be built.
+    """
+    check_loopback()
+    with own_checkpoints(job, context.rendezvous):
+        return _run_arm(job, arm, context)
+
+
+def own_checkpoints(job: JobConfig, rendezvous: Rendezvous) -> contextlib.AbstractContextManager[None]:
+    """Holds the folder that the user has chosen for checkpoints, if any, while the job runs.
+
+    Raises:
+        UserError: on entering: another run holds it, or its checkpoints are of another run than this one goes on from.
+    """
+    folder = job.checkpoint_folder
+    if folder is None or not job.save_every:
+        return contextlib.nullcontext()
+    return _owned(folder, job, f"{rendezvous.endpoint} {rendezvous.run_id}" if job.nnodes > 1 else "")
+
+
+@contextlib.contextmanager
+def _owned(folder: Path, job: JobConfig, name: str) -> Iterator[None]:
+    with owning(folder, name):
+        if job.resume_from is None or job.resume_from.resolve().parent != folder.resolve():
+            checkpoint.check_unused(folder)  # again: another run may have come and gone while the data were prepared
+        yield
+
+
+def _run_arm(job: JobConfig, arm: Arm, context: RunContext) -> Path:
+    clear_leftovers(context.runs_folder)
     folder = store.create_run(context.runs_folder, job.workload, arm.name)
     job = with_run_folder(job, folder)
     environment = job_environment(job, arm.features, folder, context.has_accelerator)
@@ -184,21 +219,27 @@ def run_arm(job: JobConfig, arm: Arm, context: RunContext) -> Path:
                 end_tree(child)
             context.display.close()
             close_record(record, folder)
+    for event in store.load_events(folder):
+        if event.event == "note" and event.name == TRACKER_NOTE:
+            context.say(event.detail)
     return folder
 
 
 def close_record(record: RunRecord, folder: Path) -> None:
     """Adds what was measured, however the run ended, and writes the record for good."""
+    config = record.config
+    assert config is not None
+    if record.status != "completed" and config.checkpoint_folder is not None and config.nnodes == 1:
+        checkpoint.clear_unfinished(config.checkpoint_folder)
     (folder / RESERVE_FILE).unlink(missing_ok=True)
     (folder / LAUNCH_FILE).unlink(missing_ok=True)
     if record.status == "running":
         record.status = "failed"
         record.reason = record.reason or "ljperf itself failed"
     record.finished = datetime.now(UTC)
-    assert record.config is not None
     events = store.load_events(folder)
     kinds = [event.detail for event in events if event.event == "note" and event.name == PEAK_MEMORY_NOTE]
-    record.summary = summarise(store.load_steps(folder), events, record.config, *kinds[:1])
+    record.summary = summarise(store.load_steps(folder), events, config, *kinds[:1])
     record.feature_reports = feature_reports(folder / report.FOLDER_NAME)
     record.write(folder / RUN_FILE)
 

@@ -6,15 +6,14 @@ The time in a folder's name is UTC, so that folders sort by age whatever the clo
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import os
 import re
-import socket
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, TypedDict
 
+from training_xpu.device import processes
 from training_xpu.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 LATEST = "latest"
 DEAD_REASON = "ended without a word: the process that led the run is gone (killed, or the machine went down)"
+
+LARGEST_RECORD = 64 << 20  # bytes; a record with long tracebacks and many reports has far less
 
 _RUN_FOLDER = re.compile(r"\d{8}-\d{6}-.")
 _PROBE_BYTES = 64 * 1024  # room that a run's records need at least
@@ -39,7 +40,7 @@ class Owner(TypedDict):
 
 def owner() -> Owner:
     """This process, as fields for `RunRecord(**owner(), ...)`, so that its death can be noticed later."""
-    return {"host": _host(), "pid": os.getpid(), "pid_started": _started(os.getpid())}
+    return {"host": processes.host_id(), "pid": os.getpid(), "pid_started": processes.started(os.getpid())}
 
 
 def create_run(runs_folder: Path, workload: str, arm: str) -> Path:
@@ -79,6 +80,38 @@ def create_run(runs_folder: Path, workload: str, arm: str) -> Path:
         folder.rmdir()
         raise _unusable(runs_folder, error) from error
     return folder
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Tells beforehand, without making anything, whether a folder can be made and written.
+
+    Args:
+        option: which names it, for the error.
+        folder: need not exist yet.
+
+    Raises:
+        UserError: a part of the path is no folder, or may not be written.
+    """
+    there = folder.absolute()
+    while not there.exists() and not there.is_symlink() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise UserError(f"{option} {folder}: {there} is no folder", f"Name another folder with {option}.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{option} {folder}: {there} cannot be written", f"Name another folder with {option}.")
+
+
+def check_runs_folder(folder: Path) -> None:
+    """As `check_writable`, for the folder that `--output` or TRAINING_XPU_RUNS names; it is told as `create_run` does.
+
+    Raises:
+        UserError: no run can be written there.
+    """
+    try:
+        check_writable("--output", folder)
+    except UserError as error:
+        reason = error.problem.partition(": ")[2]
+        raise UserError(f"cannot write runs to {folder}: {reason}", error.remedy) from None
 
 
 def find_run(name_or_path: str | Path, runs_folder: Path) -> Path:
@@ -131,6 +164,8 @@ def list_runs(runs_folder: Path) -> list[tuple[Path, RunRecord | str]]:
             found.append((folder, load_run(folder)))
         except UserError as error:
             found.append((folder, error.problem))
+        except OSError as error:
+            found.append((folder, f"cannot read {folder}: {error.strerror}"))
     return sorted(found, key=lambda item: _age_key(*item), reverse=True)
 
 
@@ -147,6 +182,8 @@ def load_run(folder: Path) -> RunRecord:
     path = folder / RUN_FILE
     if folder.is_dir() and not path.exists():
         raise UserError(f"{folder} has no {RUN_FILE}", "Its run was killed before it began, or begins just now.")
+    if path.is_file() and path.stat().st_size > LARGEST_RECORD:
+        raise UserError(f"{path} is far too large for a RunRecord: {path.stat().st_size >> 20} MiB")
     record = RunRecord.read(path)
     if record.status == "running" and not _owner_lives(record):
         return record.model_copy(update={"status": "failed", "reason": DEAD_REASON})
@@ -176,7 +213,7 @@ def _run_folders(runs_folder: Path) -> list[Path]:
 
     try:
         entries = sorted(runs_folder.absolute().iterdir())
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
     except OSError as error:
         raise UserError(f"cannot read {runs_folder}: {error.strerror}") from error
@@ -190,7 +227,11 @@ def _age_key(folder: Path, found: RunRecord | str) -> tuple[float, str]:
         told = datetime.strptime(folder.name[:15], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
         return told.timestamp(), folder.name
     except ValueError:
+        pass
+    try:
         return folder.stat().st_mtime, folder.name
+    except OSError:
+        return 0.0, folder.name
 
 
 def _remedy(asked: str, names: list[str]) -> str:
@@ -224,17 +265,14 @@ def _unusable(folder: Path, error: OSError) -> UserError:
 
 
 def _owner_lives(record: RunRecord) -> bool:
-    if record.pid is None or record.host != _host():
+    if record.pid is None or record.host != processes.host_id():
         return True
-    started = _started(record.pid)
+    if not 0 < record.pid < 1 << 31:
+        return False
+    started = processes.started(record.pid)
     if started is None:
         return _hidden(record.pid)
     return record.pid_started is None or started == record.pid_started
-
-
-def _host() -> str:
-    """Tells machines apart without carrying their names into records that people pass on."""
-    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:16]
 
 
 def _hidden(pid: int) -> bool:
@@ -246,18 +284,3 @@ def _hidden(pid: int) -> bool:
     except OSError:
         return False
     return False
-
-
-def _started(pid: int) -> float | None:
-    """When a process started, in seconds after boot; None when there is none, or only its zombie.
-
-    Counted from boot and not from the epoch, as the latter moves when the clock is set.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    state, *fields = stat.rpartition(")")[2].split()  # a command's name may hold spaces and brackets
-    if state in "ZX":
-        return None
-    return int(fields[18]) / os.sysconf("SC_CLK_TCK")

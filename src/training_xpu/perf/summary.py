@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +24,10 @@ from training_xpu.workloads.records import EventRecord, StepRecord
 
 Phase = Literal["data", "forward", "backward", "optimizer", "communication"]
 PHASES: tuple[Phase, ...] = ("data", "forward", "backward", "optimizer", "communication")
+
+
+_SHORTEST_STEP_S, _LONGEST_STEP_S = 1e-9, 1e9  # the clock's resolution; 30 years
+_MOST_FLOPS = 1e40
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +68,11 @@ def group_steps(steps: Iterable[StepRecord], config: JobConfig) -> list[GroupSte
     by_step: dict[int, dict[int, StepRecord]] = {}
     nodes: set[int] = set()
     for record in steps:
+        if not 0 <= record.rank < config.world_size:
+            continue
         by_step.setdefault(record.step, {})[record.rank] = record
         nodes.add(record.rank // config.nproc)
-    expected = {node * config.nproc + local for node in nodes for local in range(config.nproc)}
-    return [_group(by_step[n]) for n in sorted(by_step) if _complete(by_step[n], expected)]
+    return [_group(by_step[n]) for n in sorted(by_step) if _complete(by_step[n], nodes, config.nproc)]
 
 
 def measured(steps: Iterable[StepRecord], config: JobConfig) -> Measured:
@@ -123,8 +129,22 @@ def summarise(
     return summary
 
 
-def _complete(records: dict[int, StepRecord], expected: set[int]) -> bool:
-    return records.keys() >= expected and all(math.isfinite(r.step_s) and r.step_s > 0 for r in records.values())
+def _complete(records: dict[int, StepRecord], nodes: set[int], nproc: int) -> bool:
+    present = Counter(rank // nproc for rank in records)
+    return all(present[node] == nproc for node in nodes) and all(_is_plausible(r) for r in records.values())
+
+
+def _is_plausible(record: StepRecord) -> bool:
+    """False for a damaged record, whose numbers would make rates infinite: it counts as not there."""
+    amounts = (record.real_tokens, record.padded_tokens, record.peak_memory_bytes or 0)
+    flops = (record.model_flops, record.hardware_flops)
+    phases = (record.data_s, record.forward_s, record.backward_s, record.optimizer_s, record.communication_s)
+    return (
+        _SHORTEST_STEP_S <= record.step_s <= _LONGEST_STEP_S
+        and all(0 <= amount < 1 << 63 for amount in amounts)
+        and all(0 <= number < _MOST_FLOPS for number in flops)
+        and all(seconds is None or math.isfinite(seconds) for seconds in phases)
+    )
 
 
 def _group(records: dict[int, StepRecord]) -> GroupStep:

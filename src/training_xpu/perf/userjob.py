@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -9,7 +10,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,12 +21,14 @@ from training_xpu.perf import store
 from training_xpu.perf.explain import FeatureOutcome, asked_in, outcomes
 from training_xpu.perf.failures import killed_by
 from training_xpu.perf.records import RUN_FILE, RunRecord
+from training_xpu.report_lines import ReportLine
 
 _ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 _FORWARDED = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 _SENT_BY_KERNEL = 0x80  # SI_KERNEL: a terminal's Ctrl-C, which reaches the whole foreground group by itself
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _GRACE_SECONDS = 5.0
+_KILLING_TERMINATION = 3  # so many SIGTERMs and a command that ignores them is killed
 
 
 @dataclass(frozen=True)
@@ -139,14 +142,24 @@ def run_user_job(command: list[str], features_on: list[str] | None, runs_folder:
         environment=settings,
         **store.owner(),
     )
-    record.write(folder / RUN_FILE)
+    with _signals_held() as mask:
+        record.write(folder / RUN_FILE)
+        try:
+            ended = supervise(command, envs.child_environment(settings), mask)
+        except OSError as error:
+            ended = Ended(CANNOT_EXECUTE, f"cannot be executed: {error.strerror}")
+            report.logger.warning("%s cannot be executed: %s", command[0], error.strerror)
+        found = _close(record, folder, ended, asked)
+    return UserJobResult(folder, ended.exit_code, found)
+
+
+def _close(record: RunRecord, folder: Path, ended: Ended, asked: dict[str, str]) -> list[FeatureOutcome]:
+    """Writes the record for good. The job itself is done: trouble here must not turn its exit code into another."""
+    lines: list[ReportLine] = []
     try:
-        ended = supervise(command, envs.child_environment(settings))
+        lines = list(report.read(folder / report.FOLDER_NAME))
     except OSError as error:
-        ended = Ended(CANNOT_EXECUTE, f"cannot be executed: {error.strerror}")
-        report.logger.warning("%s cannot be executed: %s", command[0], error.strerror)
-    lines = list(report.read(folder / report.FOLDER_NAME))
-    found = outcomes(lines, {**asked_in(lines), **asked})
+        report.logger.warning("the reports in %s cannot be read: %s", folder, error.strerror)
     record.finished = datetime.now(UTC)
     record.status = "interrupted" if ended.interrupted_by else "completed" if ended.exit_code == 0 else "failed"
     record.reason = ended.reason
@@ -154,9 +167,8 @@ def run_user_job(command: list[str], features_on: list[str] | None, runs_folder:
     try:
         record.write(folder / RUN_FILE)
     except OSError as error:
-        # The job itself is done; a full disk must not turn its exit code into another.
         report.logger.warning("the record in %s could not be closed: %s", folder, error.strerror)
-    return UserJobResult(folder, ended.exit_code, found)
+    return outcomes(lines, {**asked_in(lines), **asked})
 
 
 def _program_name(command: list[str]) -> str:
@@ -177,19 +189,41 @@ class Ended:
     interrupted_by: str = ""  # name of the signal that asked us to end it
 
 
-def supervise(command: list[str], environment: dict[str, str]) -> Ended:
+@contextlib.contextmanager
+def _signals_held() -> Iterator[set[int | signal.Signals]]:
+    """From the first word of the record to its last no signal ends us; gives the mask that was in force before.
+
+    What comes after the command has ended is dropped: there is nobody left to pass it on to.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    try:
+        yield mask
+    finally:
+        while signal.sigtimedwait(_FORWARDED, 0) is not None:
+            continue
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def supervise(command: list[str], environment: dict[str, str], mask: set[int | signal.Signals]) -> Ended:
     """Runs a command in our place: same terminal, same streams; signals sent to us are passed on.
 
     The command stays in our process group, so that it may read from the terminal. A Ctrl-C typed there reaches it by
-    itself and is not passed on a second time. After a signal that ended the job, whatever the command left behind is
-    ended too; after an ordinary end it is left alone, as a shell would. If we are killed, the command gets SIGTERM.
+    itself and is not passed on a second time, unless the command has left the group. Signals that we were started to
+    ignore, as under nohup, are ignored. Whoever asks with SIGTERM a third time wants the command killed. After a signal
+    that ended the job, whatever the command left behind is ended too; after an ordinary end it is left alone, as a
+    shell would. If we are killed, the command gets SIGTERM.
+
+    Args:
+        mask: the signal mask the command gets; here all signals that are passed on are blocked.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    watched = _FORWARDED | {signal.SIGCHLD}
+    passed_on = {number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}
+    watched = passed_on | {signal.SIGCHLD}
     child_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     interrupted_by = ""
+    terminations = 0
     try:
         child = subprocess.Popen(
             command, env=environment, preexec_fn=functools.partial(_prepare_child, libc.prctl, mask, os.getpid())
@@ -197,17 +231,20 @@ def supervise(command: list[str], environment: dict[str, str]) -> Ended:
         while (status := _reap(child.pid)) is None:
             told = signal.sigwaitinfo(watched)
             number = signal.Signals(told.si_signo)
-            if number not in _FORWARDED:
+            if number not in passed_on:
                 continue
             if number in _ENDING:
                 interrupted_by = number.name
-            if told.si_code != _SENT_BY_KERNEL:
+            terminations += number == signal.SIGTERM
+            if terminations >= _KILLING_TERMINATION:
+                os.kill(child.pid, signal.SIGKILL)
+            elif told.si_code != _SENT_BY_KERNEL or os.getpgid(child.pid) != os.getpgrp():
                 os.kill(child.pid, number)
         child.returncode = os.waitstatus_to_exitcode(status)
         if interrupted_by:
             _end_descendants()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD} - mask)
         signal.signal(signal.SIGCHLD, child_handler)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     code = child.returncode
@@ -251,8 +288,6 @@ def _end_descendants() -> None:
 
 
 def _quietly(action: Callable[[], None]) -> None:
-    import contextlib
-
     import psutil
 
     with contextlib.suppress(psutil.Error):

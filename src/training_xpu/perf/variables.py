@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import getpass
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from training_xpu import envs
+from training_xpu import envs, features
+from training_xpu.errors import nearest
+from training_xpu.recompute import budget
 from training_xpu.records import Record
 
 # Variables of others that change what is computed, how fast, or where; a name with "*" is a prefix.
@@ -24,6 +27,7 @@ OURS = ("TRAINING_XPU_*", "CHECKPOINT_OPTIMIZATION")
 _SECRET_WORDS = {"token", "tokens", "key", "keys", "apikey", "password", "passwd", "pass", "secret", "secrets"}
 _SECRET_WORDS |= {"credential", "credentials", "auth", "authorization", "cookie", "dsn"}
 MASK = "***"
+_SOME_MEMORY = 1 << 40  # bytes that a percentage may be of, while only its form is checked
 
 SetBy = Literal["user", "image", "ours"]
 
@@ -49,6 +53,41 @@ def variables() -> list[Variable]:
             shown = MASK if is_secret(name) and value else without_personal(readable)
             found.append(Variable(name=name, value=shown, set_by=envs.who_set(name)))
     return found
+
+
+def check_ours(say: Callable[[str], None]) -> None:
+    """Refuses what the project's own variables cannot mean, before any process starts that would trip over it.
+
+    Args:
+        say: is given a line for each variable whose name begins as ours do and is none of them.
+
+    Raises:
+        UserError: a variable holds something it cannot mean.
+    """
+    features.known()  # they declare their variables
+    for variable in envs.VARIABLES.values():
+        value = envs.get(variable.name)
+        if value is None or variable.section not in ("project", "feature"):
+            continue
+        match variable.kind:
+            case "boolean":
+                envs.parse_boolean(variable.name, value)
+            case "true, false or auto":
+                envs.parse_asked(variable.name, value)
+            case "path":
+                envs.expand(variable.name, value)
+            case "level":
+                envs.log_level()
+            case _ if variable.name == budget.VARIABLE:
+                budget.parse_size(value, _SOME_MEMORY, variable.name)
+    envs.distributed()
+    for name in sorted(envs.snapshot()):
+        if name.startswith(envs.PREFIX) and name not in envs.VARIABLES:
+            # What all names begin with would make any two of them alike.
+            known = [v.removeprefix(envs.PREFIX) for v in envs.VARIABLES if v.startswith(envs.PREFIX)]
+            near = nearest(name.removeprefix(envs.PREFIX), known, limit=1)
+            hint = f" {near.replace('mean ', 'mean ' + envs.PREFIX)}" if near.startswith("Did you mean") else ""
+            say(f"{name} is set, and no variable of that name is known.{hint}")
 
 
 def is_secret(name: str) -> bool:

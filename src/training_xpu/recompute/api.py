@@ -7,7 +7,7 @@ import torch
 from training_xpu import envs, report
 from training_xpu.blocks import find_blocks, unwrap
 from training_xpu.errors import UserError
-from training_xpu.recompute.budget import Budget, memory_budget, memory_limit, parse_size
+from training_xpu.recompute.budget import Budget, memory_budget, memory_limit, read_budget
 from training_xpu.recompute.online import said
 from training_xpu.recompute.online.controller import Controller, NothingToDo
 from training_xpu.recompute.policies import Mode
@@ -55,7 +55,7 @@ class Optimizing:
             budget = memory_budget(place.local_world_size, device)
         else:
             limit = memory_limit(place.local_world_size, device)
-            budget = Budget(parse_size(str(self._asked), limit.bytes), f"budget={self._asked!r}")
+            budget = read_budget(str(self._asked), limit, "budget")
         try:
             self._controller = Controller(event.module, budget)
         except NothingToDo as nothing:
@@ -83,7 +83,7 @@ def optimize(model: torch.nn.Module, budget: str | int | None = None) -> Optimiz
         UserError: the budget is no amount of memory, or the model has no repeated blocks.
     """
     if budget is not None:
-        parse_size(str(budget), 2**62)
+        read_budget(str(budget), Budget(2**62, ""), "budget")
     if not find_blocks(model):
         raise UserError(
             f"{type(unwrap(model)).__name__} has no repeated blocks to recompute",

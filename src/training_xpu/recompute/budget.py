@@ -11,6 +11,7 @@ from training_xpu.errors import UserError
 
 VARIABLE = "TRAINING_XPU_MEMORY_BUDGET"
 FORMS = "Write bytes (6442450944), a size (6GiB, 512MiB, 80GB) or a share of the limit (80%)."
+LIVE = "live:"
 
 _UNITS = {
     "": 1,
@@ -28,6 +29,7 @@ class Budget:
 
     bytes: int
     source: str  # where the number comes from, for people
+    live: bool = False  # of live tensor bytes alone, whatever the allocator adds
 
 
 def parse_size(text: str, whole: int | None = None, name: str = "the memory budget") -> int:
@@ -76,6 +78,21 @@ def memory_limit(local_ranks: int, device_type: str = "cpu") -> Budget:
     return Budget(memory.usable // local_ranks, f"{memory.limit_source or 'main memory'}{share}")
 
 
+def read_budget(text: str, limit: Budget, name: str = VARIABLE) -> Budget:
+    """Reads a budget as users write it.
+
+    Args:
+        text: what `parse_size` reads, of the limit; or the same after "live:", for live tensor bytes alone. These do
+            not depend on the allocator, so that a plan within them is the same on every machine.
+
+    Raises:
+        UserError: it is no amount of memory.
+    """
+    live = text.strip().lower().startswith(LIVE)
+    amount = text.strip()[len(LIVE) :] if live else text
+    return Budget(parse_size(amount, limit.bytes, name), f"{name}={text}", live)
+
+
 def memory_budget(local_ranks: int, device_type: str = "cpu") -> Budget:
     """The budget of one rank: what TRAINING_XPU_MEMORY_BUDGET says, or the limit.
 
@@ -84,4 +101,4 @@ def memory_budget(local_ranks: int, device_type: str = "cpu") -> Budget:
     """
     limit = memory_limit(local_ranks, device_type)
     text = envs.get(VARIABLE)
-    return limit if text is None else Budget(parse_size(text, limit.bytes, VARIABLE), f"{VARIABLE}={text}")
+    return limit if text is None else read_budget(text, limit)

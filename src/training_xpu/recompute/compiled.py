@@ -6,14 +6,17 @@ selective policy around it would see a compiled region's operators, under other 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from training_xpu.blocks import class_names, unwrap
-from training_xpu.recompute.handles import BlockHandle, FlagHandle, ForwardHandle, Shared, has_flag
+from training_xpu.recompute.handles import BlockHandle, FlagHandle, ForwardHandle, WrapperHandle, has_flag
 from training_xpu.recompute.policies import Mode
+from training_xpu.recompute.runner import Shared
 
 
 def is_compiled_function(function: Any) -> bool:
@@ -41,23 +44,9 @@ def inside_compiled(model: torch.nn.Module, blocks: set[int]) -> set[int]:
     return inside
 
 
-def compiled_handle(
-    block: torch.nn.Module, wrapper: torch.nn.Module | None, shared: Shared, requested: Mode
-) -> BlockHandle | None:
-    """The switch of a block that is compiled by itself; None where it is not.
-
-    Args:
-        wrapper: the module around the block alone.
-        shared: of the switch.
-        requested: what the script asks for by other means than the block's own flag.
-    """
-    if wrapper is not None and "OptimizedModule" in class_names(wrapper):
-        return CompiledHandle(block, shared, wrapper, "forward", requested)
-    if block._compiled_call_impl is not None:
-        return CompiledHandle(block, shared, block, "_compiled_call_impl", requested)
-    if is_compiled_function(block.__dict__.get("forward")):
-        return CompiledHandle(block, shared, block, "forward", requested)
-    return None
+def compiled_attribute(module: torch.nn.Module) -> str:
+    """Where a compiled module has what is called: the name of the attribute."""
+    return "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
 
 
 class CompiledHandle(BlockHandle):
@@ -66,18 +55,46 @@ class CompiledHandle(BlockHandle):
     how = "compiled"
 
     def __init__(
-        self, block: torch.nn.Module, shared: Shared, host: torch.nn.Module, name: str, requested: Mode
+        self,
+        block: torch.nn.Module,
+        shared: Shared,
+        host: torch.nn.Module,
+        requested: Mode,
+        wrapper: torch.nn.Module | None = None,
     ) -> None:
+        """
+        Args:
+            host: what is compiled: the block, or a module around it alone.
+            requested: what the script asks for by other means than a switch of the block's own.
+            wrapper: torch's `CheckpointWrapper`, where it is part of what is compiled.
+        """
         super().__init__(block, shared)
+        name = compiled_attribute(host)
         self.outer = ForwardHandle(block, shared, host, name, requested)
         self.runner = self.outer.runner
+        self.runner.again = self._plain_inside
         self.inner: BlockHandle | None = None
-        if has_flag(block):
+        if wrapper is not None:
+            self.inner = WrapperHandle(block, shared, wrapper)
+        elif has_flag(block):
             self.inner = FlagHandle(block, shared)
         elif host is not block or name != "forward":
             self.inner = ForwardHandle(block, shared)
         if self.inner is None:  # what is compiled is a function, in which there is no place for a switch
             self.possible = self.possible - {Mode.SELECTIVE}
+
+    @contextlib.contextmanager
+    def _plain_inside(self) -> Iterator[None]:
+        """For a recompute after the modes have been changed: the block is as it was in its forward."""
+        mode = self.inner.mode if self.inner is not None and self.inner.installed else Mode.KEEP
+        if self.inner is None or mode is Mode.KEEP:
+            yield
+            return
+        self.inner.set(Mode.KEEP)
+        try:
+            yield
+        finally:
+            self.inner.set(mode)
 
     def number(self, index: int) -> None:
         self.outer.number(index)

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from training_xpu.recompute.handles import ABSENT, FLAGS, BlockHandle, FlagHandle, Shared, cache_among, put_back
+from training_xpu.recompute.handles import ABSENT, FLAGS, BlockHandle, FlagHandle, put_back
 from training_xpu.recompute.policies import Mode
+from training_xpu.recompute.runner import Shared, cache_among
 
 
 @dataclass

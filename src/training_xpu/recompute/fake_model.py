@@ -21,7 +21,9 @@ _HOOKS = (
 ATTENTION = "training_xpu_causal_sdpa"
 
 
-def fake_copy(model: torch.nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.nn.Module:
+def fake_copy(
+    model: torch.nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None, cast_buffers: bool = True
+) -> torch.nn.Module:
     """Copies a model onto fake CPU tensors.
 
     Hooks, forwards replaced on an instance and anything an engine hung on a module are left behind; a parameter that
@@ -31,19 +33,20 @@ def fake_copy(model: torch.nn.Module, mode: FakeTensorMode, dtype: torch.dtype |
         model: real, meta or fake; unwrapped.
         mode: the mode the copy's tensors belong to; must not be active.
         dtype: of floating-point parameters and buffers; None: as they are.
+        cast_buffers: whether `dtype` holds for buffers too.
     """
     made: dict[int, Any] = {}
 
-    def tensor(source: torch.Tensor) -> torch.Tensor:
+    def tensor(source: torch.Tensor, cast: bool = cast_buffers) -> torch.Tensor:
         shape = tuple(getattr(source, "ds_shape", source.shape))
-        wanted = dtype if dtype is not None and source.is_floating_point() else source.dtype
+        wanted = dtype if dtype is not None and cast and source.is_floating_point() else source.dtype
         with mode:
             return torch.empty(shape, dtype=wanted, device="cpu")
 
     def parameter(source: torch.nn.Parameter) -> torch.nn.Parameter:
         if id(source) not in made:
             with mode:
-                made[id(source)] = torch.nn.Parameter(tensor(source), requires_grad=source.requires_grad)
+                made[id(source)] = torch.nn.Parameter(tensor(source, True), requires_grad=source.requires_grad)
         return made[id(source)]  # type: ignore[no-any-return]
 
     def module(source: torch.nn.Module) -> torch.nn.Module:
@@ -72,24 +75,30 @@ def fake_copy(model: torch.nn.Module, mode: FakeTensorMode, dtype: torch.dtype |
 
 
 def use_causal_attention(model: Any) -> None:
-    """Has a HF model call SDPA with its causal flag and without a mask, as it does on real tensors without padding.
+    """Has a HF model make the attention masks it makes on real tensors without padding: none where SDPA needs none.
 
-    Under fake tensors transformers cannot look whether a mask is needed and makes one, which would be counted.
+    Under fake tensors transformers cannot look whether a batch has padding and makes a mask, which would be counted.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     AttentionInterface.register(ATTENTION, sdpa_attention_forward)
-    AttentionMaskInterface.register(ATTENTION, _no_mask)
-    if getattr(model.config, "_attn_implementation", None) != "sdpa":
-        return  # the others make the same mask on real and on fake tensors
-    # The copy shares its config with the original, which must not change: every module gets one of its own.
-    config = copy.deepcopy(model.config)
-    config._attn_implementation = ATTENTION
+    AttentionMaskInterface.register(ATTENTION, _mask_without_padding)
+    # The copy shares its configs with the original, which must not change: every module gets one of its own.
+    copies: dict[int, Any] = {}
     for module in model.modules():
-        if getattr(module, "config", None) is not None:
-            module.config = config
+        config = getattr(module, "config", None)
+        # The others make the same mask on real and on fake tensors.
+        if config is None or getattr(config, "_attn_implementation", None) != "sdpa":
+            continue
+        if id(config) not in copies:
+            copies[id(config)] = copy.deepcopy(config)
+            copies[id(config)]._attn_implementation = ATTENTION
+        module.config = copies[id(config)]
 
 
-def _no_mask(*arguments: Any, **keywords: Any) -> None:
-    return None
+def _mask_without_padding(*arguments: Any, **keywords: Any) -> Any:
+    from transformers.masking_utils import sdpa_mask
+
+    # Under fake tensors transformers cannot tell either that a row holds one sequence alone, and would want a mask for it.
+    return sdpa_mask(*arguments, **{**keywords, "attention_mask": None, "allow_is_causal_skip": True})

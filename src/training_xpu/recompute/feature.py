@@ -6,7 +6,7 @@ from typing import Any
 
 from training_xpu import envs
 from training_xpu.errors import UserError
-from training_xpu.recompute.budget import VARIABLE, memory_budget, parse_size
+from training_xpu.recompute.budget import VARIABLE, Budget, memory_budget, read_budget
 from training_xpu.seams import RootForward, Step
 
 _controller: Any = None  # of this process's model
@@ -17,7 +17,7 @@ def available() -> str | None:
     text = envs.get(VARIABLE)
     if text is not None:
         try:
-            parse_size(text, 2**62, VARIABLE)
+            read_budget(text, Budget(2**62, ""))
         except UserError as error:
             return f"{error.problem}. {error.remedy}"
     return None

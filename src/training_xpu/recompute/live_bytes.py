@@ -4,20 +4,52 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of a training step, in bytes relative to what is alive when it starts."""
+class Stretch(NamedTuple):
+    """What happens between two events, in bytes relative to what is alive when it starts."""
 
-    name: str
     peak: int  # the highest point, at least 0
     net: int  # what is left at its end
+
+
+class Event(NamedTuple):
+    """A point at which a training engine acts: a parameter's gradient is there, a module is entered or left."""
+
+    kind: str
+    subject: Any
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a training step, cut by the events in it."""
+
+    name: str
+    steps: tuple[Stretch | Event, ...]
+
+    @property
+    def peak(self) -> int:
+        """The highest point, relative to the start."""
+        return _peak(self.steps)
+
+    @property
+    def net(self) -> int:
+        """What is left at the end."""
+        return sum(step.net for step in self.steps if isinstance(step, Stretch))
+
+
+def _peak(steps: tuple[Stretch | Event, ...]) -> int:
+    live = peak = 0
+    for step in steps:
+        if isinstance(step, Stretch):
+            peak = max(peak, live + step.peak)
+            live += step.net
+    return peak
 
 
 class LiveBytes(TorchDispatchMode):
@@ -35,19 +67,40 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._name: str | None = None
         self._start = 0
+        self._steps: list[Stretch | Event] = []
+
+    def know(self, tensor: torch.Tensor) -> None:
+        """Leaves out a tensor that is there already, so that views of it do not count."""
+        storage = tensor.untyped_storage()
+        if self._sizes.setdefault(storage._cdata, 0) == 0:
+            weakref.finalize(storage, self._release, storage._cdata)
 
     def mark(self, name: str) -> None:
         """Ends the running segment and starts one of this name."""
         if self._name is not None:
-            self.segments.append(Segment(self._name, self.peak - self._start, self.live - self._start))
+            self._end_stretch()
+            self.segments.append(Segment(self._name, tuple(self._steps)))
         self._name = name
+        self._steps = []
         self._start = self.peak = self.live
+
+    def note(self, kind: str, subject: Any) -> None:
+        """Records an event in the running segment."""
+        self._end_stretch()
+        self._steps.append(Event(kind, subject))
 
     def restart(self) -> None:
         """Forgets the segments so far; what is alive stays counted."""
         self.segments = []
         self._name = None
-        self.peak = self.live
+        self._steps = []
+        self._start = self.peak = self.live
+
+    def _end_stretch(self) -> None:
+        stretch = Stretch(self.peak - self._start, self.live - self._start)
+        if stretch != (0, 0):
+            self._steps.append(stretch)
+        self._start = self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default:
@@ -89,18 +142,3 @@ def _grouped_mm(
     if a.dim() == 3 and b.dim() == 3:
         return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
     return a.new_empty(a.shape[-2], b.shape[-1])
-
-
-def walk(base: int, segments: list[Segment]) -> tuple[int, str]:
-    """The peak of segments that follow one another, and the name of the one it is in.
-
-    Args:
-        base: bytes alive before the first.
-    """
-    live = peak = base
-    where = ""
-    for segment in segments:
-        if live + segment.peak > peak:
-            peak, where = live + segment.peak, segment.name
-        live += segment.net
-    return peak, where

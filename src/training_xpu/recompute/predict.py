@@ -6,32 +6,49 @@ are gone, so that what recomputing brings back for a moment meets the emptiest m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from training_xpu.blocks import BlockGroup, find_blocks, unwrap
 from training_xpu.errors import UserError
 from training_xpu.recompute.fake_model import fake_copy, use_causal_attention
-from training_xpu.recompute.live_bytes import walk
+from training_xpu.recompute.ledger import PARTS, Peak
+from training_xpu.recompute.model_blocks import Block, blocks_of, shorten
+from training_xpu.recompute.setting import TrainingSetting
+from training_xpu.recompute.timeline import Naming, Timeline, engine_class, interpolated
 from training_xpu.recompute.trace import StepTrace, trace_step
+from training_xpu.recompute.weights import weights_of
 
-TRACED_BLOCKS = 3  # the first one also makes what all share; the others are typical
+SIMULATED = 24  # numbers of recomputed blocks that are simulated where modules are watched; between them, interpolated
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SWITCHES = ("gradient_checkpointing", "activation_checkpointing")
 
 
 @dataclass(frozen=True)
 class PeakPrediction:
-    """Live tensor bytes of one rank. What the allocator holds beyond them is not in it."""
+    """Live tensor bytes of the rank that needs most. What the allocator holds beyond them is not in it."""
 
-    blocks: int
-    state_bytes: int  # weights, optimizer states, gradient buckets, buffers, inputs: alive all the time
+    kinds: tuple[str, ...]  # kind of each block, in the order of execution
+    names: tuple[str, ...]  # path of each block
     peaks: tuple[int, ...]  # element n: with the first n blocks recomputed
     phases: tuple[str, ...]  # where each peak is: "head-backward", "block-2-backward", ...
+    all_parts: tuple[dict[str, int], ...]
+    saved_bytes: dict[str, int]  # kind -> what a block of it keeps for its backward when it is not recomputed
+
+    @property
+    def blocks(self) -> int:
+        return len(self.kinds)
+
+    def parts(self, recomputed: int) -> dict[str, int]:
+        """What the peak is made of with this many blocks recomputed; the parts add up to it."""
+        return dict(self.all_parts[recomputed])
 
     def fewest_recomputed(self, budget: int) -> int | None:
         """The smallest number of recomputed blocks whose peak is within a budget in bytes; None where none is."""
@@ -40,92 +57,209 @@ class PeakPrediction:
 
 def predict_peaks(
     model: torch.nn.Module,
-    batch_size: int,
-    sequence_length: int,
+    setting: TrainingSetting,
     *,
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
-    optimizer_bytes: int = 8,
-    gradient_buckets: bool = False,
+    inputs: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    groups: Sequence[BlockGroup] | None = None,
 ) -> PeakPrediction:
-    """Predicts for a HF causal language model trained with full sequences: plain, under DDP, or by the HF Trainer.
+    """Predicts for a model on any device, with full sequences.
 
     Args:
         model: with real or meta weights, wrapped or not; it is neither run nor changed.
-        batch_size: sequences per rank and forward.
-        sequence_length: tokens per sequence.
-        dtype: fp32, or that of autocast.
-        optimizer_bytes: states per trained parameter; 8 for AdamW on fp32 weights.
-        gradient_buckets: DDP's buckets beside the gradients, as by its default `gradient_as_bucket_view=False`.
+        inputs: keyword arguments of its forward, real or meta tensors, of one micro batch; None: `input_ids` and
+            `labels` of the setting's batch size and sequence length, as HF causal language models take.
+        loss: makes the loss of the forward's output; None: the output's `loss`, or itself where it is one number, or
+            else the mean of its first tensor.
+        groups: the blocks that may be recomputed; None: `find_blocks(model)`.
 
     Raises:
-        UserError: the model has no repeated blocks that can be recomputed, or cannot be traced.
+        UserError: the model has no repeated blocks, or cannot be traced.
     """
     model = unwrap(model)
-    groups = find_blocks(model)
-    if len(groups) != 1 or not all(hasattr(b, "gradient_checkpointing") for b in groups[0].modules):
-        kinds = ", ".join(group.kind for group in groups) or "none"
+    groups = find_blocks(model) if groups is None else groups
+    if not groups:
         raise UserError(
-            f"the memory of {type(model).__name__} cannot be predicted: its blocks are {kinds}",
-            "One kind of transformers decoder layers is needed.",
+            f"the memory of {type(model).__name__} cannot be predicted: no repeated blocks were found",
+            "Blocks are equal modules in a ModuleList or Sequential, or transformers layers.",
         )
-    trace = _trace(model, groups[0], batch_size, sequence_length, dtype)
-    blocks = len(groups[0].modules)
-    state = _state_bytes(model, optimizer_bytes, gradient_buckets) + 2 * 8 * batch_size * sequence_length
-    found = [_peak(trace, groups[0].kind, blocks, n, state) for n in range(blocks + 1)]
-    return PeakPrediction(blocks, state, tuple(p for p, _ in found), tuple(w for _, w in found))
-
-
-def _peak(trace: StepTrace, kind: str, blocks: int, recomputed: int, state: int) -> tuple[int, str]:
-    return walk(state, trace.segments([kind] * blocks, [i < recomputed for i in range(blocks)]))
-
-
-def _state_bytes(model: torch.nn.Module, optimizer_bytes: int, gradient_buckets: bool) -> int:
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    trained = [p for p in model.parameters() if p.requires_grad]
-    buckets = sum(p.numel() * p.element_size() for p in trained) if gradient_buckets else 0
-    return weights + buffers + buckets + optimizer_bytes * sum(p.numel() for p in trained)
-
-
-def _trace(model: torch.nn.Module, group: BlockGroup, batch: int, length: int, dtype: str) -> StepTrace:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    small: Any = fake_copy(model, mode)
-    _shorten(small, group)
-    small.train()
-    use_causal_attention(small)
-    with mode:
-        tokens = torch.zeros(batch, length, dtype=torch.long)
-    blocks: list[Any] = list(small.get_submodule(group.container))
-    switch = getattr(small, "activation_checkpointing_enable", None) or small.gradient_checkpointing_enable
-    switch()
-
-    def set_recompute(flags: Sequence[bool]) -> None:
-        for block, flag in zip(blocks, flags, strict=True):
-            block.gradient_checkpointing = flag
-
-    def autocast() -> AbstractContextManager[Any]:
-        return nullcontext() if dtype == "fp32" else torch.autocast("cpu", dtype=_LOW[dtype])
-
     try:
-        return trace_step(
-            small,
-            blocks,
-            [group.kind] * len(blocks),
-            lambda: small(input_ids=tokens, labels=tokens, use_cache=False).loss,
-            mode,
-            set_recompute,
-            autocast,
-        )
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"the memory of {type(model).__name__} cannot be predicted: {first}") from error
+        return _predict(model, setting, inputs, loss, groups)
+    except UserError:
+        raise
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"the memory of {type(model).__name__} cannot be predicted: {lines[0]}") from error
 
 
-def _shorten(model: torch.nn.Module, group: BlockGroup) -> None:
-    """Leaves a few blocks, in a copy, where all are alike."""
-    container = model.get_submodule(group.container)
-    shapes = {tuple(tuple(p.shape) for p in block.parameters()) for block in group.modules}
-    if isinstance(container, torch.nn.ModuleList) and len(shapes) == 1:
-        kept = dict(list(container._modules.items())[:TRACED_BLOCKS])
-        container._modules.clear()
-        container._modules.update(kept)
+def _predict(
+    model: torch.nn.Module,
+    setting: TrainingSetting,
+    inputs: Mapping[str, Any] | None,
+    loss: Callable[[Any], torch.Tensor] | None,
+    groups: Sequence[BlockGroup],
+) -> PeakPrediction:
+    blocks = blocks_of(groups, model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    small: Any = _copy(model, setting, mode)
+    kept = shorten(small, blocks)
+    small.train()
+    if hasattr(small, "config"):
+        use_causal_attention(small)
+    names = _names_in_copy(blocks, kept, small)
+    traced_blocks = [small.get_submodule(name) for name in names]
+    keywords, inputs_bytes = _inputs(mode, setting, inputs)
+    is_transformers = hasattr(small, "config") and "use_cache" not in keywords and inputs is None
+
+    def forward() -> torch.Tensor:
+        output = small(**keywords, **({"use_cache": False} if is_transformers else {}))
+        return _loss(output, loss)
+
+    trace = trace_step(
+        small,
+        traced_blocks,
+        forward,
+        mode,
+        _switch(small, traced_blocks),
+        functools.partial(_autocast, setting),
+        engine_class(setting).watches_modules,
+    )
+    ordered, traced = _in_order(blocks, [kept[i] for i in trace.order])
+    elements = setting.element_bytes if setting.engine == "deepspeed" else None
+    weights = weights_of(model, [b.module for b in ordered], elements, inputs_bytes * setting.gradient_accumulation)
+    index = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+    naming = Naming(small, [traced_blocks[i] for i in trace.order], index)
+    timeline = Timeline(trace, traced, ordered, naming, weights)
+    peaks = _peaks(timeline, setting, len(ordered))
+    return PeakPrediction(
+        kinds=tuple(b.kind for b in ordered),
+        names=tuple(b.name for b in ordered),
+        peaks=tuple(p.total for p in peaks),
+        phases=tuple(p.phase for p in peaks),
+        all_parts=tuple(p.parts for p in peaks),
+        saved_bytes=_saved(trace, timeline, ordered),
+    )
+
+
+def _copy(model: torch.nn.Module, setting: TrainingSetting, mode: FakeTensorMode) -> torch.nn.Module:
+    """On fake tensors, with the dtypes that the forward sees: engines with masters compute on low-precision weights."""
+    if setting.engine in ("deepspeed", "fsdp") and setting.dtype != "fp32":
+        return fake_copy(model, mode, _LOW[setting.dtype], cast_buffers=False)
+    return fake_copy(model, mode)
+
+
+def _names_in_copy(blocks: Sequence[Block], kept: Sequence[int], small: torch.nn.Module) -> list[str]:
+    """Paths of the kept blocks in the shortened copy, whose lists count anew."""
+    names = []
+    places: dict[str, int] = {}
+    for index in kept:
+        container = blocks[index].container
+        place = places[container] = places.get(container, -1) + 1
+        members = list((small.get_submodule(container) if container else small)._modules)
+        own = {b.name for b in blocks if b.container == container}
+        if len(members) == len([b for b in kept if blocks[b].container == container]):
+            tail = blocks[index].name.removeprefix(container + ".").partition(".")[2]
+            names.append(".".join(part for part in (container, members[place], tail) if part))
+        else:
+            assert own
+            names.append(blocks[index].name)
+    return names
+
+
+def _in_order(blocks: Sequence[Block], traced: Sequence[int]) -> tuple[list[Block], list[int]]:
+    """All blocks in the order of execution, and where among them the traced ones are.
+
+    Containers run in the order in which their traced blocks did, each from its first block to its last.
+    """
+    containers = dict.fromkeys(blocks[i].container for i in traced)
+    order = [i for container in containers for i, b in enumerate(blocks) if b.container == container]
+    by_container = {c: [i for i in traced if blocks[i].container == c] for c in containers}
+    if [i for c in containers for i in by_container[c]] != list(traced):
+        if len(order) != len(traced):
+            raise ValueError("its blocks do not run container after container")
+        order = list(traced)
+    return [blocks[i] for i in order], [order.index(i) for i in traced]
+
+
+def _inputs(
+    mode: FakeTensorMode, setting: TrainingSetting, given: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], int]:
+    if given is None:
+        shape = (setting.batch_size, setting.sequence_length)
+        given = {name: torch.empty(shape, dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
+    size = sum(t.numel() * t.element_size() for t in given.values() if isinstance(t, torch.Tensor))
+    with mode:
+        made = {
+            name: torch.empty(tuple(t.shape), dtype=t.dtype) if isinstance(t, torch.Tensor) else t
+            for name, t in given.items()
+        }
+    return made, size
+
+
+def _loss(output: Any, function: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+    if function is not None:
+        return function(output)
+    found = getattr(output, "loss", None)
+    if isinstance(found, torch.Tensor):
+        return found
+    if isinstance(output, dict):
+        found = output.get("loss")
+        output = list(output.values()) if found is None else found
+    while isinstance(output, list | tuple):
+        output = next(item for item in output if isinstance(item, torch.Tensor | list | tuple | dict))
+    result: torch.Tensor = output
+    return result if result.dim() == 0 else result.float().mean()
+
+
+def _autocast(setting: TrainingSetting) -> AbstractContextManager[Any]:
+    if setting.engine not in ("plain", "ddp") or setting.dtype == "fp32":
+        return nullcontext()
+    return torch.autocast("cpu", dtype=_LOW[setting.dtype])
+
+
+def _switch(small: Any, blocks: Sequence[Any]) -> Callable[[bool], None]:
+    """Blocks with a flag of their own use it; the others get a forward that goes through torch's checkpoint."""
+    own = [any(hasattr(block, name) for name in _SWITCHES) for block in blocks]
+    if any(own):
+        enable = getattr(small, "activation_checkpointing_enable", None) or small.gradient_checkpointing_enable
+        enable()
+    plain = [block.forward for block in blocks]
+
+    def through_checkpoint(forward: Any) -> Any:
+        return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    def switch(on: bool) -> None:
+        for block, has_flag, forward in zip(blocks, own, plain, strict=True):
+            if has_flag:
+                for name in _SWITCHES:
+                    if hasattr(block, name):
+                        setattr(block, name, on)
+            else:
+                block.forward = through_checkpoint(forward) if on else forward
+
+    return switch
+
+
+def _peaks(timeline: Timeline, setting: TrainingSetting, count: int) -> list[Peak]:
+    def simulate(number: int) -> Peak:
+        return timeline.peak(setting, [i < number for i in range(count)])
+
+    if not engine_class(setting).watches_modules or count <= SIMULATED:
+        return [simulate(n) for n in range(count + 1)]
+    wanted = {round(k * count / SIMULATED) for k in range(SIMULATED + 1)} | {1, count - 1}
+    sampled = {n: simulate(n) for n in sorted(wanted)}
+    result = []
+    for below, above, share in interpolated(sampled, count):
+        low, high = sampled[below], sampled[above]
+        nearer = low if share < 0.5 else high
+        parts = {p: round(low.parts[p] * (1 - share) + high.parts[p] * share) for p in PARTS}
+        result.append(Peak(sum(parts.values()), nearer.phase, parts))
+    return result
+
+
+def _saved(trace: StepTrace, timeline: Timeline, blocks: Sequence[Block]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for block, place in zip(blocks, timeline.stand_ins, strict=True):
+        kept = trace.kept[place]
+        found[block.kind] = max(found.get(block.kind, 0), kept.forward.net - kept.cast_weights)
+    return found

@@ -13,19 +13,18 @@ from collections.abc import Callable, Sequence
 import torch
 
 from training_xpu.blocks import class_names, unwrap, wrapped
-from training_xpu.recompute.compiled import compiled_handle, inside_compiled
+from training_xpu.recompute.compiled import CompiledHandle, inside_compiled, is_compiled
 from training_xpu.recompute.containers import Containers
 from training_xpu.recompute.handles import (
     BlockHandle,
     FlagHandle,
     ForwardHandle,
-    RecomputeListener,
-    Shared,
     WrapperHandle,
     has_flag,
 )
 from training_xpu.recompute.megatron import check_order, megatron_handles
 from training_xpu.recompute.policies import Mode
+from training_xpu.recompute.runner import RecomputeListener, Shared
 
 __all__ = ["BlockSwitch", "Mode"]
 
@@ -50,23 +49,29 @@ class BlockSwitch:
         fixed = inside_compiled(model, ids)
         self.can_change = not fixed
         """False where a block is part of a larger compiled region, which every change of mode compiles anew."""
-        wrappers = {id(unwrap(m)): m for m in model.modules() if wrapped(m) is not None and id(unwrap(m)) in ids}
+        around: dict[int, list[torch.nn.Module]] = {}  # block -> its own wrappers, outermost first
+        for module in model.modules():
+            if wrapped(module) is not None and id(unwrap(module)) in ids:
+                around.setdefault(id(unwrap(module)), []).append(module)
         self._containers = Containers(model, ids, self._shared, hooks=self.can_change)
         megatron = megatron_handles(model, blocks, self._shared)
-        self._handles = [megatron.get(id(block)) or self._handle(block, wrappers.get(id(block))) for block in blocks]
+        self._handles = [megatron.get(id(block)) or self._handle(block, around.get(id(block), [])) for block in blocks]
         for index, handle in enumerate(self._handles):
             handle.number(index)
+        self._offered = tuple(handle.offered for handle in self._handles)
         self._told: tuple[Mode, ...] | None = None
         self.on_request: Callable[[tuple[Mode, ...]], None] | None = None
         """Called by `apply` with what the script has asked for since, once each time it has asked for something."""
 
-    def _handle(self, block: torch.nn.Module, wrapper: torch.nn.Module | None) -> BlockHandle:
+    def _handle(self, block: torch.nn.Module, around: Sequence[torch.nn.Module]) -> BlockHandle:
         requested = Mode.RECOMPUTE if self._containers.recomputes(block) else Mode.KEEP
-        if wrapper is not None and "CheckpointWrapper" in class_names(wrapper):
-            return WrapperHandle(block, self._shared, wrapper)
-        compiled = compiled_handle(block, wrapper, self._shared, requested)
-        if compiled is not None:
-            return compiled
+        chain = [*around, block]
+        checkpointing = next((m for m in around if "CheckpointWrapper" in class_names(m)), None)
+        host = next((m for m in chain if is_compiled(m)), None)
+        if checkpointing is not None and (host is None or chain.index(checkpointing) < chain.index(host)):
+            return WrapperHandle(block, self._shared, checkpointing, around_compiled=host is not None)
+        if host is not None:
+            return CompiledHandle(block, self._shared, host, requested, checkpointing)
         if has_flag(block):
             return FlagHandle(block, self._shared)
         return ForwardHandle(block, self._shared, requested=requested)
@@ -89,7 +94,7 @@ class BlockSwitch:
     @property
     def offered(self) -> tuple[frozenset[Mode], ...]:
         """The modes that each block has here."""
-        return tuple(handle.offered for handle in self._handles)
+        return self._offered
 
     @property
     def overruled(self) -> bool:
@@ -153,8 +158,8 @@ class BlockSwitch:
         if self.overruled:
             self._tell()
             return False
-        for handle, mode in zip(self._handles, modes, strict=True):
-            if mode not in handle.offered:
+        for handle, mode, offered in zip(self._handles, modes, self._offered, strict=True):
+            if mode not in offered:
                 raise ValueError(f"a block that is switched by {handle.how} has no mode {mode} here")
         check_order(self._handles, modes)
         for handle, mode in zip(self._handles, modes, strict=True):

@@ -1,14 +1,15 @@
 """One training step of a small version of a model on fake tensors, cut into segments that longer models are made of.
 
 What a block adds and takes does not depend on how many there are, so that a model of any depth is predicted from a
-trace of a few blocks: embedding, block after block, head and loss, and all of it backwards.
+trace of a few blocks: embedding, block after block, head and loss, and all of it backwards. Gradients of parameters are
+let go as soon as they are there; an event tells the model of the engine, which knows what becomes of them.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,109 +18,118 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from training_xpu.recompute.live_bytes import LiveBytes, Segment
 
+EMPTY = Segment("", ())
+
 
 @dataclass(frozen=True)
-class BlockSegments:
-    """One kind of block, kept or recomputed."""
+class BlockTrace:
+    """One block, kept or recomputed, and what lies between the block before it and itself."""
 
+    before: Segment
     forward: Segment
     backward: Segment
+    before_backward: Segment
     # Autocast's copies of the block's weights that nobody else holds when its context ends, after the loss.
     cast_weights: int = 0
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The segments of a training step without those of the optimizer.
+    """Segments of a training step without those of the optimizer; every traced block by its place in the trace."""
 
-    Gradients of parameters are alive from the backward that makes them, as with a plain optimizer, unless the trace was
-    made with `consume_gradients`.
-    """
-
-    embedding: BlockSegments
-    head: BlockSegments  # final norm, head and loss
-    kept: dict[str, BlockSegments]  # kind -> segments
-    recomputed: dict[str, BlockSegments]
-
-    def segments(self, kinds: Sequence[str], recomputed: Sequence[bool]) -> list[Segment]:
-        """The whole step of a model with these blocks, first to last.
-
-        Args:
-            kinds: kind of each block.
-            recomputed: whether each block is recomputed.
-        """
-        blocks = [(self.recomputed if r else self.kept)[kind] for kind, r in zip(kinds, recomputed, strict=True)]
-        cast = self.head.cast_weights + sum(block.cast_weights for block in blocks)
-        return [
-            self.embedding.forward,
-            *(block.forward for block in blocks),
-            self.head.forward,
-            Segment("end of forward", 0, -cast),
-            self.head.backward,
-            *(block.backward for block in reversed(blocks)),
-            self.embedding.backward,
-        ]
+    order: tuple[int, ...]  # which of the blocks that were given runs first, second, ...
+    kept: tuple[BlockTrace, ...]
+    recomputed: tuple[BlockTrace, ...]
+    head: Segment  # final norm, head and loss
+    head_backward: Segment
+    head_cast_weights: int
 
 
 def trace_step(
     model: torch.nn.Module,
     blocks: Sequence[torch.nn.Module],
-    kinds: Sequence[str],
     forward: Callable[[], torch.Tensor],
     mode: FakeTensorMode,
-    set_recompute: Callable[[Sequence[bool]], None],
+    set_recompute: Callable[[bool], None],
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    consume_gradients: bool = False,
+    module_events: bool = False,
 ) -> StepTrace:
-    """Runs forward and backward twice on fake tensors, all blocks kept and all recomputed.
+    """Runs forward and backward on fake tensors, all blocks kept and all recomputed.
 
     Args:
         model: on fake tensors of `mode`, in training mode.
-        blocks: its repeated blocks in the order of their calls; each kind at least twice where it can be, since the
-            first block of a model also makes what all share.
-        kinds: the kind of each block.
+        blocks: its repeated blocks, in any order.
         forward: runs the model and returns the loss; called inside `mode`.
-        set_recompute: switches recompute of each block.
+        set_recompute: switches recompute of all blocks.
         autocast: the context of the forward.
-        consume_gradients: let go of each parameter's gradient as soon as it is there, as engines do that reduce and
-            partition gradients during the backward.
+        module_events: note when each module is entered and left, forwards and backwards, as ZeRO-3's hooks see it.
+
+    Raises:
+        ValueError: a block does not run, or runs more than once in a forward.
     """
-    handles = []
-    if consume_gradients:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))  # type: ignore[no-untyped-call]
+    # Cycles of an earlier run, freed by the garbage collector in the middle of this one, would be taken for its own.
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
     try:
-        by_mode = {}
-        for recompute in (False, True):
-            set_recompute([recompute] * len(blocks))
-            by_mode[recompute] = _run(model, blocks, forward, mode, autocast)
+        set_recompute(False)
+        order = _call_order(blocks, forward, mode, autocast)
+        ordered = [blocks[i] for i in order]
+        kept = _run(model, ordered, forward, mode, autocast, module_events)
+        set_recompute(True)
+        recomputed = _run(model, ordered, forward, mode, autocast, module_events)
     finally:
-        for handle in handles:
-            handle.remove()
-        set_recompute([False] * len(blocks))
-    kept, recomputed = by_mode[False], by_mode[True]
-    weights = [sum(p.numel() for p in block.parameters()) for block in blocks]
+        set_recompute(False)
+        if collecting:
+            gc.enable()
+    weights = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in ordered]
     released = kept["end-of-forward"].net - recomputed["end-of-forward"].net
     shares = [released * numel // max(1, sum(weights)) for numel in weights]
     return StepTrace(
-        embedding=BlockSegments(kept["embedding"], kept["embedding-backward"]),
-        head=BlockSegments(kept["head"], kept["head-backward"], -kept["end-of-forward"].net),
-        kept=_typical(kept, kinds, [0] * len(blocks)),
-        recomputed=_typical(recomputed, kinds, shares),
+        order=tuple(order),
+        kept=_traces(kept, [0] * len(ordered)),
+        recomputed=_traces(recomputed, shares),
+        head=kept[f"before-{len(ordered)}"],
+        head_backward=kept.get("head-backward", EMPTY),
+        head_cast_weights=-kept["end-of-forward"].net,
     )
 
 
-def _typical(segments: dict[str, Segment], kinds: Sequence[str], cast: Sequence[int]) -> dict[str, BlockSegments]:
-    """The last block of each kind stands for it."""
-    return {
-        kind: BlockSegments(segments[f"block-{i}"], segments[f"block-{i}-backward"], cast[i])
-        for i, kind in enumerate(kinds)
-    }
+def _traces(segments: dict[str, Segment], cast: Sequence[int]) -> tuple[BlockTrace, ...]:
+    return tuple(
+        BlockTrace(
+            segments.get(f"before-{i}", EMPTY),
+            segments[f"block-{i}"],
+            segments.get(f"block-{i}-backward", EMPTY),
+            segments.get(f"before-{i}-backward", EMPTY),
+            share,
+        )
+        for i, share in enumerate(cast)
+    )
 
 
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
+def _call_order(
+    blocks: Sequence[torch.nn.Module],
+    forward: Callable[[], torch.Tensor],
+    mode: FakeTensorMode,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> list[int]:
+    calls: list[int] = []
+
+    def note(index: int) -> Callable[..., None]:
+        return lambda *arguments: calls.append(index)
+
+    handles = [block.register_forward_pre_hook(note(index)) for index, block in enumerate(blocks)]
+    try:
+        with mode, LiveBytes(), autocast(), torch.no_grad():
+            forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if sorted(calls) != list(range(len(blocks))):
+        idle = len(set(range(len(blocks))) - set(calls))
+        raise ValueError(f"{idle} blocks do not run" if idle else "a block runs more than once in a forward")
+    return calls
 
 
 def _run(
@@ -128,21 +138,34 @@ def _run(
     forward: Callable[[], torch.Tensor],
     mode: FakeTensorMode,
     autocast: Callable[[], AbstractContextManager[Any]],
+    module_events: bool,
 ) -> dict[str, Segment]:
     counter = LiveBytes()
     in_backward = False
-
-    def mark(name: str) -> None:
-        counter.mark(name)
+    # A tensor's hooks run in the order in which they were registered, so that where a block's output is the next one's
+    # input, one hook does for both.
+    last_output: list[Any] = [None]
+    handed_on: set[int] = set()
 
     def before(index: int) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
             if in_backward:
                 return
             hidden = _first_tensor((args, kwargs))
-            if index == 0 and hidden is not None and hidden.requires_grad:
-                hidden.register_hook(lambda gradient: mark("embedding-backward"))  # type: ignore[no-untyped-call]
-            mark(f"block-{index}")
+            if hidden is not None and hidden is last_output[0]:
+                handed_on.add(index - 1)
+            elif hidden is not None and hidden.requires_grad:
+                hidden.register_hook(lambda gradient: counter.mark(f"before-{index}-backward"))  # type: ignore[no-untyped-call]
+            last_output[0] = None
+            counter.mark(f"block-{index}")
+
+        return hook
+
+    def arrived(index: int) -> Callable[..., None]:
+        def hook(gradient: torch.Tensor) -> None:
+            if index in handed_on:
+                counter.mark(f"before-{index + 1}-backward")
+            counter.mark(f"block-{index}-backward")
 
         return hook
 
@@ -152,9 +175,9 @@ def _run(
                 return
             hidden = _first_tensor(output)
             if hidden is not None and hidden.requires_grad:
-                hidden.register_hook(lambda gradient: mark(f"block-{index}-backward"))  # type: ignore[no-untyped-call]
-            if index == len(blocks) - 1:
-                mark("head")
+                hidden.register_hook(arrived(index))  # type: ignore[no-untyped-call]
+                last_output[0] = hidden if index < len(blocks) - 1 else None
+            counter.mark(f"before-{index + 1}")
 
         return hook
 
@@ -163,26 +186,122 @@ def _run(
         handles.append(block.register_forward_pre_hook(before(index), with_kwargs=True))
         handles.append(block.register_forward_hook(after(index)))
     try:
-        with mode, counter:
-            for _ in range(2):  # the first one fills caches that stay
-                gc.collect()
-                counter.restart()
-                in_backward = False
-                mark("embedding")
-                with autocast():
-                    loss = forward()
-                    mark("end-of-forward")
-                in_backward = True
-                mark("head-backward")
-                loss.backward()  # type: ignore[no-untyped-call]
-                mark("end")
-                del loss
-                for parameter in model.parameters():
-                    parameter.grad = None
+        with _parameter_events(model, counter), _module_events(model, counter, module_events), mode, counter:
+            for tensor in (*model.parameters(), *model.buffers()):
+                counter.know(tensor)
+            counter.mark("before-0")
+            with autocast():
+                loss = forward()
+                counter.mark("end-of-forward")
+            in_backward = True
+            counter.mark("head-backward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            counter.mark("end")
     finally:
         for handle in handles:
             handle.remove()
+        for parameter in model.parameters():
+            parameter.grad = None
     return {segment.name: segment for segment in counter.segments}
+
+
+@contextmanager
+def _parameter_events(model: torch.nn.Module, counter: LiveBytes) -> Iterator[None]:
+    def hook(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+        counter.note("gradient", id(parameter))
+
+    handles = [
+        p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for p in model.parameters()
+        if p.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Passage(torch.autograd.Function):
+    """Hands a tensor on and calls back when its gradient comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.call()
+        return gradients[0], None
+
+
+@contextmanager
+def _module_events(model: torch.nn.Module, counter: LiveBytes, wanted: bool) -> Iterator[None]:
+    """Notes "enter", "leave", "enter-backward" and "leave-backward" for every module, by id.
+
+    A module is entered backwards once its output has a gradient, and left once all its positional inputs that require
+    one have theirs; keyword arguments are not looked at (DeepSpeed 0.19, runtime/zero/parameter_offload.py).
+    """
+    if not wanted:
+        yield
+        return
+
+    def before(module: torch.nn.Module, args: Any) -> Any:
+        counter.note("enter", id(module))
+        waiting = [0]
+
+        def left() -> None:
+            waiting[0] -= 1
+            if waiting[0] == 0:
+                counter.note("leave-backward", id(module))
+
+        def passed(tensor: torch.Tensor) -> Any:
+            if not (torch.is_grad_enabled() and tensor.requires_grad):
+                return tensor
+            waiting[0] += 1
+            return _Passage.apply(tensor, left)  # type: ignore[no-untyped-call]
+
+        return _mapped(args, passed)
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        counter.note("leave", id(module))
+        entered = [False]
+
+        def enter() -> None:
+            if not entered[0]:
+                entered[0] = True
+                counter.note("enter-backward", id(module))
+
+        def passed(tensor: torch.Tensor) -> Any:
+            if not (torch.is_grad_enabled() and tensor.requires_grad):
+                return tensor
+            return _Passage.apply(tensor, enter)  # type: ignore[no-untyped-call]
+
+        return _mapped(output, passed)
+
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(before))
+        handles.append(module.register_forward_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """A structure with a function applied to its tensors; what is no plain container stays as it is."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, function) for item in value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = _mapped(item, function)
+    return value
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:

@@ -24,6 +24,22 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "sliding_window": ("sliding_window",),
 }
 
+# Beyond any model there is: a slip in a config must not become a loop over a billion layers.
+_LARGEST = {
+    "hidden_size": 1 << 24,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 20,
+    "intermediate_size": 1 << 26,
+    "vocab_size": 1 << 26,
+    "max_position_embeddings": 1 << 32,
+    "num_experts": 1 << 16,
+    "num_experts_per_tok": 1 << 16,
+    "moe_intermediate_size": 1 << 26,
+    "shared_expert_intermediate_size": 1 << 26,
+}
+
 _MARKS_UNSUPPORTED = {
     "text_config": "it is a multimodal model",
     "kv_lora_rank": "it has latent attention",
@@ -202,6 +218,18 @@ def _size(config: Mapping[str, Any], canonical: str, default: int | None = None)
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < (0 if default == 0 else 1):
         raise UserError(f"the model config has {name} = {value!r}; a positive whole number is needed")
+    if value > _LARGEST[canonical]:
+        raise UserError(
+            f"the model config has {name} = {value}; at most {_LARGEST[canonical]} is possible", "Correct config.json."
+        )
+    return value
+
+
+def _whole(config: Mapping[str, Any], name: str, default: int) -> int:
+    """A number of layers, such as where a pattern begins; 0 and null stand for the default."""
+    value = config.get(name) or default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UserError(f"the model config has {name} = {value!r}; a positive whole number is needed")
     return value
 
 
@@ -222,9 +250,11 @@ def _flag(config: Mapping[str, Any], model_type: str, fact: bool | str) -> bool:
 
 def _sparse_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     """Qwen's fields: every decoder_sparse_step-th layer has experts, except those named in mlp_only_layers."""
-    step = int(config.get("decoder_sparse_step") or 1)
-    dense = set(config.get("mlp_only_layers") or ())
-    first_sparse = int(config.get("first_k_dense_replace") or 0)
+    step = _whole(config, "decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise UserError(f"the model config has mlp_only_layers = {dense!r}; a list of layers is needed")
+    first_sparse = _whole(config, "first_k_dense_replace", 0)
     return tuple(i >= first_sparse and i not in dense and (i + 1) % step == 0 for i in range(layers))
 
 
@@ -236,6 +266,8 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[in
         raise UserError(f"the model config has sliding_window = {window!r}; a positive whole number is needed")
     kinds = config.get("layer_types")
     if kinds:
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+            raise UserError(f"the model config has layer_types = {kinds!r}; a list of names is needed")
         unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
         if unknown:
             raise UserError(
@@ -251,7 +283,7 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[in
 
 
 def _slides(config: Mapping[str, Any], family: Family, index: int) -> bool:
-    first_full = int(config.get("max_window_layers") or 0)
+    first_full = _whole(config, "max_window_layers", 0)
     match family.sliding:
         case "all":
             return True
@@ -262,4 +294,4 @@ def _slides(config: Mapping[str, Any], family: Family, index: int) -> bool:
         case "alternate":
             return index % 2 == 0
         case "five_of_six":
-            return (index + 1) % int(config.get("sliding_window_pattern") or 6) != 0
+            return (index + 1) % _whole(config, "sliding_window_pattern", 6) != 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -14,6 +15,7 @@ from training_xpu import envs
 from training_xpu.errors import UserError, nearest
 from training_xpu.workloads.architecture import FAMILIES, read_architecture
 from training_xpu.workloads.flops import ModelFlops
+from training_xpu.workloads.weight_files import weight_files
 
 if TYPE_CHECKING:
     from training_xpu.workloads.config import EngineName
@@ -23,6 +25,7 @@ DEFAULT_ENGINE = "deepspeed"
 _LOCAL_TARGET = ("nvidia-h100-80gb", 8)
 _LOCAL_SEQUENCE = 4096
 _LOCAL_TOKENS = 1024  # of a micro batch, when the model's sequences are shorter
+_LARGEST_CONFIG = 64 << 20  # bytes
 _COUNT_TOLERANCE = 0.01  # of the parameters: what norms and biases of an unknown family may differ by
 
 
@@ -48,6 +51,11 @@ class Model:
     target_world_size: int
     target_micro_batch: int
     weights: Path | None = None  # folder of a local checkpoint to start from
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a user's own, and not of the catalogue: then nobody has said what device it is meant for."""
+        return _is_path(self.name)
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,8 @@ def catalogue_model(name: str) -> Model:
         UserError: there is no such entry.
     """
     if name not in model_names():
+        if Path(name).is_dir():
+            raise UserError(f"unknown model {name!r}", f"A folder is named with its path: ./{name}")
         raise UserError(f"unknown model {name!r}", nearest(name, model_names()))
     entry = _read_yaml(f"models/{name}.yaml")
     target = entry["target"]
@@ -144,7 +154,7 @@ def local_model(path: str) -> Model:
         target_device=device,
         target_world_size=world_size,
         target_micro_batch=max(1, _LOCAL_TOKENS // length),
-        weights=_weights(folder),
+        weights=folder if weight_files(folder) else None,
     )
 
 
@@ -181,7 +191,8 @@ def complete_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             _nearest_type(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         )
     try:
-        full: dict[str, Any] = AutoConfig.for_model(**dict(config)).to_dict()
+        with quiet_transformers():
+            full: dict[str, Any] = AutoConfig.for_model(**dict(config)).to_dict()
     except Exception as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise UserError(f"{where} is not a valid {model_type} config: {reason}", "Correct config.json.") from error
@@ -194,6 +205,19 @@ def complete_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"{where}: {error.problem}", error.remedy) from error
     return full
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' warnings, which would stand beside our one line."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def _check_count(config: Mapping[str, Any], counted: int) -> None:
@@ -220,6 +244,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder", f"Name the folder that holds config.json: {folder.parent}")
     file = folder / "config.json"
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file} is no regular file", "Save the model again.")
     if not file.exists():
         adapter = (folder / "adapter_config.json").exists()
         raise UserError(
@@ -227,40 +253,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
             "It holds an adapter: merge it into its base model first." if adapter else "Save the model there first.",
         )
     try:
+        if file.stat().st_size > _LARGEST_CONFIG:
+            raise UserError(f"{file} is far too large for a config", "Save the model again.")
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON: {error}", "Correct it or save the model again.") from error
     if not isinstance(config, dict):
         raise UserError(f"{file} holds no JSON object", "Save the model again.")
     return config
-
-
-def _weights(folder: Path) -> Path | None:
-    """The folder itself when it holds weights that transformers loads, whole.
-
-    Raises:
-        UserError: an index names files that are not there.
-    """
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).exists():
-            return folder
-        index = folder / f"{name}.index.json"
-        if not index.exists():
-            continue
-        try:
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise UserError(f"{index} is no index of weights", "Save the model again.") from error
-        missing = sorted(str(file) for file in files if not (folder / str(file)).exists())
-        if missing:
-            raise UserError(
-                f"{folder} lacks {len(missing)} of {len(files)} weight files, such as {missing[0]}",
-                "Fetch them, or remove the index to start from random weights.",
-            )
-        return folder
-    return None
 
 
 def _read_yaml(name: str) -> Any:
@@ -281,6 +283,8 @@ def _misnamed(workload: str) -> UserError:
         return UserError(f"{workload} names no engine", f"Did you mean {DEFAULT_ENGINE}/{workload}?")
     if workload in models:
         return UserError(f"{workload!r} names no engine", f"Did you mean {DEFAULT_ENGINE}/{workload}?")
+    if workload and first not in ENGINES and Path(workload).is_dir():
+        return UserError(f"{workload!r} names no engine", f"Did you mean the folder, {DEFAULT_ENGINE}/./{workload}?")
     if first in ENGINES and not rest:
         return UserError(f"{workload!r} names no model", f"Did you mean {first}/{models[0]}?")
     if rest in ENGINES and first not in ENGINES:

@@ -98,6 +98,7 @@ class JobConfig(Record):
     packing: bool = True
     dataloader_workers: int = Field(default=0, ge=0)
     gradient_checkpointing: bool = False
+    memory_budget: str | None = None  # of a rank, as TRAINING_XPU_MEMORY_BUDGET takes it; None: the machine's limit
 
     steps: int = Field(default=40, ge=1)  # optimizer steps of the whole schedule
     learning_rate: float = Field(default=1e-3, gt=0)

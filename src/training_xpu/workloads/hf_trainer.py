@@ -26,6 +26,11 @@ from training_xpu.workloads.reporting import log_step, open_trackers
 from training_xpu.workloads.schedule import learning_rate_ratio
 
 
+def trainer_folder(config: JobConfig, run_folder: Path) -> Path:
+    """Where the Trainer itself writes: apart from whatever a user has in the folder of checkpoints."""
+    return (config.checkpoint_folder or run_folder) / checkpoint.TRAINER_FOLDER
+
+
 def training_arguments(config: JobConfig, run_folder: Path, extra_steps: int) -> TrainingArguments:
     """What a user would write: the Trainer's own optimizer and precision, one log line per step.
 
@@ -33,7 +38,7 @@ def training_arguments(config: JobConfig, run_folder: Path, extra_steps: int) ->
         extra_steps: unmeasured steps after the schedule's end; their learning rate is 0.
     """
     return TrainingArguments(
-        output_dir=str(config.checkpoint_folder or run_folder / "trainer"),
+        output_dir=str(trainer_folder(config, run_folder)),
         max_steps=config.steps + extra_steps,
         per_device_train_batch_size=config.micro_batch,
         gradient_accumulation_steps=config.gradient_accumulation,
@@ -78,6 +83,12 @@ class MeasuredTrainer(Trainer):
             self._created_lr_scheduler = True
         return scheduler  # type: ignore[no-any-return]
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder, step = self.job.checkpoint_folder, self.state.global_step
+        assert folder is not None
+        with checkpoint.saving(folder, step, Path(str(self.args.output_dir)) / f"checkpoint-{step}"):
+            super()._save_checkpoint(model, trial)
+
 
 class StepCallback(TrainerCallback):
     """Measures each optimizer step from the end of the one before, and saves checkpoints whole.
@@ -93,7 +104,7 @@ class StepCallback(TrainerCallback):
         self.writer = writer
         self.meter = meter
         self.model = model
-        self.trackers = open_trackers(config, run_folder) if writer.rank == 0 else []
+        self.trackers = open_trackers(config, run_folder, writer)
         self.profile = LiveBytesProfile()
         self.tokens = TokenCounts()
 
@@ -119,8 +130,7 @@ class StepCallback(TrainerCallback):
         with evaluation_mode(self.model), autocast(config.dtype, device.type):
             loss = evaluate(lambda inputs: self.model(**inputs), batches, device)
         self.writer.event("evaluation", when, step=step, value=loss, seconds=time.perf_counter() - begun)
-        for tracker in self.trackers:
-            tracker.log({"eval/loss": loss}, step)
+        self.trackers.log({"eval/loss": loss}, step)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.evaluate("before", state.global_step)  # here the weights of a checkpoint have been loaded
@@ -173,11 +183,12 @@ class StepCallback(TrainerCallback):
         begun = time.perf_counter()
         dist.barrier()
         if self.writer.rank == 0:
-            staging = checkpoint.staging_folder(config.checkpoint_folder, step)
-            shutil.rmtree(staging, ignore_errors=True)
-            (config.checkpoint_folder / f"checkpoint-{step}").rename(staging)
-            saved = checkpoint.complete(config.checkpoint_folder, step, config, config.keep_checkpoints)
-            self.writer.event("checkpoint", str(saved), step=step, seconds=time.perf_counter() - begun)
+            with checkpoint.saving(config.checkpoint_folder, step):
+                staging = checkpoint.prepare_staging(config.checkpoint_folder, step)
+                staging.rmdir()
+                (Path(args.output_dir) / f"checkpoint-{step}").rename(staging)
+                saved = checkpoint.complete(config.checkpoint_folder, step, config, config.keep_checkpoints)
+                self.writer.event("checkpoint", str(saved), step=step, seconds=time.perf_counter() - begun)
         dist.barrier()
         self.meter.start()
 
@@ -204,6 +215,8 @@ def train_with_hf_trainer(config: JobConfig, run_folder: Path, writer: RunWriter
     """The whole training of one rank; needs an initialised process group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     extra_steps = 1 if config.measure_live_bytes and device.type == "cpu" else 0
+    if rank == 0:
+        shutil.rmtree(trainer_folder(config, run_folder), ignore_errors=True)  # left by a killed run
     model = build_model(config.model, config.initial_weights, config.seed).to(device)
     meter = StepMeter(writer, ModelFlops.from_config(config.model), device)
     callback = StepCallback(config, run_folder, writer, meter, model)
@@ -229,14 +242,15 @@ def train_with_hf_trainer(config: JobConfig, run_folder: Path, writer: RunWriter
         record = checkpoint.read_complete(config.resume_from)
         writer.event("note", "resumed", detail=str(config.resume_from), step=record.step)
         resume = str(config.resume_from)
-    trainer.train(resume_from_checkpoint=resume)
-    recomputed, blocks = recomputed_blocks(model)
-    optimizer: Any = trainer.optimizer
-    writer.event("note", "optimizer", detail=f"torch.optim.{type(optimizer.optimizer).__name__}")
-    writer.event("note", "recomputed", detail=f"{recomputed} of {blocks} blocks")
-    callback.evaluate("after", config.steps)
-    for tracker in callback.trackers:
-        tracker.close()
+    with callback.trackers.closing():
+        trainer.train(resume_from_checkpoint=resume)
+        recomputed, blocks = recomputed_blocks(model)
+        optimizer: Any = trainer.optimizer
+        writer.event("note", "optimizer", detail=f"torch.optim.{type(optimizer.optimizer).__name__}")
+        writer.event("note", "recomputed", detail=f"{recomputed} of {blocks} blocks")
+        callback.evaluate("after", config.steps)
+    if rank == 0:
+        shutil.rmtree(trainer_folder(config, run_folder), ignore_errors=True)  # the Trainer makes it in any case
     if config.model_folder is not None:
         writer.event("phase", "saving")
         weights = model.state_dict() if rank == 0 else None

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import socket
 import sys
 from pathlib import Path
 
 from pydantic import Field
 
-from training_xpu.errors import ExitCode
+from training_xpu.errors import CannotRunHere, ExitCode
 from training_xpu.records import Record
 from training_xpu.workloads.config import JOB_FILE, JobConfig
 from training_xpu.workloads.process import die_with_parent
@@ -49,6 +50,24 @@ def main(arguments: list[str] | None = None) -> int:
         die_with_parent(options.parent)
     job = JobConfig.read(options.run_folder / JOB_FILE)
     return launch(job, options.run_folder, options.node_rank, options.rdzv_endpoint, options.rdzv_id)
+
+
+def check_loopback() -> None:
+    """The ranks of a node meet over the loopback interface; where it is down, they would wait for ever.
+
+    Raises:
+        CannotRunHere: nobody can be reached at 127.0.0.1.
+    """
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(1)
+            socket.create_connection(listener.getsockname(), timeout=5).close()
+    except OSError as error:
+        raise CannotRunHere(
+            f"the loopback network interface does not work: {error.strerror or error}",
+            "Ranks meet at 127.0.0.1; switch it on with: ip link set lo up",
+        ) from error
 
 
 def launch(job: JobConfig, run_folder: Path, node_rank: int | None, endpoint: str, run_id: str) -> int:

@@ -11,13 +11,13 @@ from training_xpu.workloads.catalogue import DEFAULT_ENGINE, Model, targets
 from training_xpu.workloads.flops import ModelFlops
 from training_xpu.workloads.memory import MemoryEstimate, estimate_memory
 from training_xpu.workloads.proxy import Budget, ScalePlan, Setting, plan_scale
+from training_xpu.workloads.ranks import choose_nproc
 
 if TYPE_CHECKING:
     from training_xpu.device.accelerators import TorchView
 
 DTYPE = "bf16"
 ZERO_STAGE = 3
-_RANKS_ON_CPU = 2
 # FLOP/s of one core in bf16 until it is measured, by the widest unit it has; the order is that of preference.
 _ASSUMED_PEAKS = (("amx_bf16", 400e9), ("avx512_bf16", 150e9), ("svebf16", 100e9), ("bf16", 60e9))
 _ASSUMED_PEAK = 30e9
@@ -44,13 +44,16 @@ def this_machine(nproc: int | None = None) -> Machine:
 
     Args:
         nproc: ranks; None: one per accelerator, or two on CPUs.
+
+    Raises:
+        CannotRunHere: more ranks than accelerators.
+        UserError: far more ranks than cores.
     """
     if device.may_have_accelerator():
         view = device.torch_view()
         if view.accelerators:
-            return _accelerators(view, nproc or len(view.accelerators))
-    cores = device.usable_cores()
-    ranks = nproc or min(_RANKS_ON_CPU, cores)
+            return _accelerators(view, choose_nproc(nproc, len(view.accelerators)))
+    ranks = choose_nproc(nproc, 0)
     peak = device.cached_peak(DTYPE, measure=False)
     if peak is not None:
         total, source = peak.flops, peak.source

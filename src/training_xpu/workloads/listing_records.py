@@ -34,11 +34,12 @@ class ModelEntry(Record):
     vocabulary: int
     sequence_length: int
     shares: FlopShares
-    target_device: str
-    target_world_size: int
-    target_micro_batch: int
-    target_memory_bytes: int  # of one device
-    target_memory_needed_bytes: int  # estimated on one device, nothing recomputed
+    # What the model is meant for; null for a folder, of which nobody has said it.
+    target_device: str | None
+    target_world_size: int | None
+    target_micro_batch: int | None
+    target_memory_bytes: int | None  # of one device
+    target_memory_needed_bytes: int | None  # estimated on one device, nothing recomputed
     engines: list[str]
     here: ModelHere | None
     reason: str = ""  # why nothing fits here
@@ -71,6 +72,7 @@ def _entry(model: Model, machine: Machine) -> ModelEntry:
         here = ModelHere(
             scale=scale_record(model, plan), micro_batch=plan.micro_batch, memory_bytes_per_rank=plan.memory.total
         )
+    meant = not model.is_folder
     needed, available = memory_on_target(model)
     return ModelEntry(
         name=model.name,
@@ -87,11 +89,11 @@ def _entry(model: Model, machine: Machine) -> ModelEntry:
         vocabulary=arch.vocabulary,
         sequence_length=model.sequence_length,
         shares=counts.shares(model.sequence_length),
-        target_device=model.target_device,
-        target_world_size=model.target_world_size,
-        target_micro_batch=model.target_micro_batch,
-        target_memory_bytes=available,
-        target_memory_needed_bytes=needed.total,
+        target_device=model.target_device if meant else None,
+        target_world_size=model.target_world_size if meant else None,
+        target_micro_batch=model.target_micro_batch if meant else None,
+        target_memory_bytes=available if meant else None,
+        target_memory_needed_bytes=needed.total if meant else None,
         engines=list(ENGINES),
         here=here,
         reason=plan.problem if isinstance(plan, UserError) else "",

@@ -92,7 +92,7 @@ class TrainingLoop:
         self.done_steps = 0
         if config.resume_from is not None:
             self._resume(config.resume_from)
-        self.trackers = open_trackers(config, run_folder) if self.rank == 0 else []
+        self.trackers = open_trackers(config, run_folder, writer)
         self._batches = training_batches(
             config.data,
             rank=self.rank,
@@ -107,6 +107,18 @@ class TrainingLoop:
         )
 
     def run(self) -> None:
+        with self.trackers.closing():
+            self._train()
+        config = self.config
+        if config.model_folder is not None:
+            self.writer.event("phase", "saving")
+            save_model(self.engine.full_state_dict(), self.engine.model, config.data.tokenizer, config.model_folder)
+        if config.measure_live_bytes and self.device.type == "cpu":
+            self.writer.event("phase", "live-bytes")
+            measured = measure_live_bytes(lambda: self._plain_step(config.steps + 1))
+            self.writer.event("live-bytes", value=measured.peak_bytes, seconds=measured.communication_seconds)
+
+    def _train(self) -> None:
         config = self.config
         self.evaluate("before")
         self.writer.event("phase", "training")
@@ -119,15 +131,6 @@ class TrainingLoop:
             else:
                 self.meter.go_on()
         self.evaluate("after")
-        for tracker in self.trackers:
-            tracker.close()
-        if config.model_folder is not None:
-            self.writer.event("phase", "saving")
-            save_model(self.engine.full_state_dict(), self.engine.model, config.data.tokenizer, config.model_folder)
-        if config.measure_live_bytes and self.device.type == "cpu":
-            self.writer.event("phase", "live-bytes")
-            measured = measure_live_bytes(lambda: self._plain_step(config.steps + 1))
-            self.writer.event("live-bytes", value=measured.peak_bytes, seconds=measured.communication_seconds)
 
     def step(self, step: int) -> None:
         """One measured step, from the end of the one before."""
@@ -165,24 +168,24 @@ class TrainingLoop:
             loss = evaluate(self.engine.forward, batches, self.device)
         seconds = time.perf_counter() - begun
         self.writer.event("evaluation", when, step=self.done_steps, value=loss, seconds=seconds)
-        for tracker in self.trackers:
-            tracker.log({"eval/loss": loss}, self.done_steps)
+        self.trackers.log({"eval/loss": loss}, self.done_steps)
 
     def save_checkpoint(self, step: int) -> None:
         config = self.config
         assert config.checkpoint_folder is not None
         begun = time.perf_counter()
-        if self.rank == 0:
-            checkpoint.prepare_staging(config.checkpoint_folder, step)
-        dist.barrier()
         staging = checkpoint.staging_folder(config.checkpoint_folder, step)
-        checkpoint.check_shared(staging)
-        self.engine.save_state(staging)
-        torch.save(random_state(), staging / RNG_FILE.format(rank=self.rank))
-        dist.barrier()
-        if self.rank == 0:
-            saved = checkpoint.complete(config.checkpoint_folder, step, config, config.keep_checkpoints)
-            self.writer.event("checkpoint", str(saved), step=step, seconds=time.perf_counter() - begun)
+        with checkpoint.saving(config.checkpoint_folder, step):
+            if self.rank == 0:
+                checkpoint.prepare_staging(config.checkpoint_folder, step)
+            dist.barrier()
+            checkpoint.check_shared(staging)
+            self.engine.save_state(staging)
+            torch.save(random_state(), staging / RNG_FILE.format(rank=self.rank))
+            dist.barrier()
+            if self.rank == 0:
+                saved = checkpoint.complete(config.checkpoint_folder, step, config, config.keep_checkpoints)
+                self.writer.event("checkpoint", str(saved), step=step, seconds=time.perf_counter() - begun)
         dist.barrier()
 
     def _resume(self, folder: Path) -> None:

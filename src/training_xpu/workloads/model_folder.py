@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from training_xpu.workloads.saving import saving
+
 
 def save_model(weights: dict[str, torch.Tensor] | None, model: torch.nn.Module, tokenizer: Path, folder: Path) -> None:
     """Writes config, weights and tokenizer on the rank that has the weights; the others return at once.
@@ -21,12 +23,13 @@ def save_model(weights: dict[str, torch.Tensor] | None, model: torch.nn.Module, 
     if weights is None:
         return
     staging = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    hf_model: Any = model
-    hf_model.save_pretrained(staging, state_dict=weights)
-    for file in tokenizer.iterdir():
-        if file.is_file():
-            shutil.copy2(file, staging / file.name)
-    if folder.exists():
-        shutil.rmtree(folder)
-    staging.rename(folder)
+    with saving("the trained model", folder.parent, staging, "or leave the model out with --no-save-model."):
+        shutil.rmtree(staging, ignore_errors=True)
+        hf_model: Any = model
+        hf_model.save_pretrained(staging, state_dict=weights)
+        for file in tokenizer.iterdir():
+            if file.is_file():
+                shutil.copy2(file, staging / file.name)
+        if folder.exists():
+            shutil.rmtree(folder)
+        staging.rename(folder)

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from training_xpu.errors import UserError
+from training_xpu.workloads.saving import GIVEN_UP
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -43,6 +46,8 @@ def leave(code: int) -> NoReturn:
 
 def failure_reason(error: BaseException) -> str:
     """One line that names what went wrong; the ways in which memory runs out are recognised."""
+    if isinstance(error, UserError):
+        return f"{error.problem}. {error.remedy}" if error.remedy else error.problem
     text = str(error).strip().splitlines()
     first = text[0] if text else ""
     if is_out_of_memory(error):
@@ -63,5 +68,8 @@ def is_lost_peer(reason: str) -> bool:
     lowered = reason.lower()
     return any(
         words in lowered
-        for words in ("connection closed by peer", "connection reset by peer", "broken pipe", "nccl error", "timed out")
+        for words in (
+            *("connection closed by peer", "connection reset by peer", "broken pipe", "nccl error", "timed out"),
+            GIVEN_UP,
+        )
     )

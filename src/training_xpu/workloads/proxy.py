@@ -32,6 +32,7 @@ __all__ = [
     "ScaledModel",
     "Setting",
     "choose_scale",
+    "gibibytes",
     "plan_scale",
     "scale_record",
     "share_error",
@@ -214,8 +215,8 @@ def _full(
     seconds = flops / (EXPECTED_UTILISATION * budget.flops_per_second_per_rank)
     plan = ScalePlan(
         kind="full",
-        reason=f"The published model is trained: it needs about {_gigabytes(memory.total)} of the "
-        f"{_gigabytes(budget.memory_bytes_per_rank)} a rank has, and a step takes about {_seconds(seconds)}.",
+        reason=f"The published model is trained: it needs about {gibibytes(memory.total)} of the "
+        f"{gibibytes(budget.memory_bytes_per_rank)} a rank has, and a step takes about {_seconds(seconds)}.",
         config=rescale.trainable(model.config),
         micro_batch=batch,
         sequence_length=length,
@@ -235,7 +236,7 @@ def _proxy(model: Model, published: ModelFlops, budget: Budget, setting: Setting
     chosen = _chosen(published, model.sequence_length, parts_full, budget, setting, given)
     if chosen is None:
         raise UserError(
-            f"no proxy of {model.name} fits here: a rank has {_gigabytes(budget.memory_bytes_per_rank)} and each part "
+            f"no proxy of {model.name} fits here: a rank has {gibibytes(budget.memory_bytes_per_rank)} and each part "
             f"must keep its share of the FLOPs within {LARGEST_SHARE_ERROR:.0%}",
             "Use fewer ranks, a shorter sequence or a smaller micro batch, or leave out --layers.",
         )
@@ -361,14 +362,15 @@ def _fits(memory: MemoryEstimate, budget: Budget) -> bool:
 
 def _lack(memory: MemoryEstimate, budget: Budget, batch: int, length: int) -> str:
     return (
-        f"the full model needs about {_gigabytes(memory.total)} on each rank (states {_gigabytes(memory.states)}, "
-        f"activations and logits {_gigabytes(memory.activations + memory.logits)} for {batch} x {length} tokens) "
-        f"and a rank has {_gigabytes(budget.memory_bytes_per_rank)}"
+        f"the full model needs about {gibibytes(memory.total)} on each rank (states {gibibytes(memory.states)}, "
+        f"activations and logits {gibibytes(memory.activations + memory.logits)} for {batch} x {length} tokens) "
+        f"and a rank has {gibibytes(budget.memory_bytes_per_rank)}"
     )
 
 
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.3g} GB" if size < 1e12 else f"{size / 1e9:.0f} GB"
+def gibibytes(size: float) -> str:
+    """A number of bytes for people."""
+    return f"{size / 2**30:.3g} GiB" if size < 999.5 * 2**30 else f"{size / 2**30:,.0f} GiB"
 
 
 def _seconds(seconds: float) -> str:

@@ -7,6 +7,17 @@ from typing import Literal
 from training_xpu.records import Record
 
 PEAK_MEMORY_NOTE = "peak memory"  # name of the note that says what `StepRecord.peak_memory_bytes` counts
+PROCESS_NOTE = "process"  # name of a rank's first note; its detail is a `RankProcess`
+INTERRUPTED_NOTE = "interrupted"  # name of the last note of a rank that was told to end
+TRACKER_NOTE = "tracker"  # name of the note about a tracker that failed
+
+
+class RankProcess(Record):
+    """Which process a rank is, so that its state and its end can be told."""
+
+    host: str  # `device.processes.host_id`
+    pid: int
+    started: float | None  # seconds after that machine's boot
 
 
 class StepRecord(Record):

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training_xpu import envs
-from training_xpu.device import usable_memory
+from training_xpu.device import processes, usable_memory
 from training_xpu.errors import ExitCode
 from training_xpu.workloads.config import JOB_FILE, EngineName, JobConfig
 from training_xpu.workloads.process import die_with_parent, failure_reason, leave, log_to
+from training_xpu.workloads.records import INTERRUPTED_NOTE, PROCESS_NOTE, RankProcess
 
 if TYPE_CHECKING:
     from training_xpu.workloads.metrics import RunWriter
@@ -41,6 +42,8 @@ def run_rank(
 
     writer = RunWriter(run_folder, rank)
     try:
+        process = RankProcess(host=processes.host_id(), pid=os.getpid(), started=processes.started(os.getpid()))
+        writer.event("note", PROCESS_NOTE, detail=process.to_json())
         writer.event("phase", "building")
         train(config, run_folder, writer)
         writer.event("finished")
@@ -51,7 +54,9 @@ def run_rank(
         with contextlib.suppress(OSError):  # the disk may be what failed
             traceback.print_exc()
         with contextlib.suppress(OSError):
-            if not interrupted:
+            if interrupted:
+                writer.event("note", INTERRUPTED_NOTE, detail=str(error))
+            else:
                 writer.event("failure", failure_reason(error), detail=traceback.format_exc())
         with contextlib.suppress(OSError):
             on_failure(error)

@@ -184,7 +184,8 @@ class Controller:
             if not self.agree:
                 self.close()
             return
-        overhead = Overhead.measured(measured.peak, self._process_peak.read(), self.device.type)
+        held = measured.peak if self.budget.live else self._process_peak.read()
+        overhead = Overhead.measured(measured.peak, held, "live" if self.budget.live else self.device.type)
         self.planner = Planner(profile, overhead, self.budget.bytes, self.switch.offered, self.kinds)
         if self.tighter is not None:
             self.planner.at_least = self.tighter.layers_at_least

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 # Share of a change in live bytes that may come on top of it, by where it is allocated. On CPU the C library keeps freed
 # pieces among those in use (docs/concepts/memory.md has the measurements); a caching allocator rounds and splits.
-_MARGIN = {"cpu": 0.10}
+_MARGIN = {"cpu": 0.10, "live": 0.0}
 _ACCELERATOR_MARGIN = 0.05
 
 
@@ -22,6 +22,7 @@ class Overhead:
     def measured(cls, live: int, total: int | None, device_type: str) -> Overhead:
         """
         Args:
+            device_type: torch's name, or "live" where live bytes are all that counts.
             total: peak resident or reserved bytes of the step; None where it cannot be read: live bytes stand in.
         """
         return cls(live, max(live, total or 0), _MARGIN.get(device_type, _ACCELERATOR_MARGIN))

@@ -131,6 +131,19 @@ def prepare(
     return made
 
 
+def check_data(data: Path | None, data_field: str | None) -> None:
+    """Answers a wrong `--data` or `--data-field` at once, from a first look at the files.
+
+    Raises:
+        UserError: the data are not there, or have no such column.
+    """
+    if data is None and data_field is None:
+        return
+    if data is not None and data_field is None and data.is_dir():
+        return  # without a column to look for, a walk through a large folder would tell little
+    Reader(locate(data, data_field)).check_field()
+
+
 def _tokenize(
     source: Source, tokenizer: TextTokenizer, folder: Path, wanted: Wanted, order: int | None, progress: Progress
 ) -> Split:
@@ -141,7 +154,7 @@ def _tokenize(
         ticker = _Ticker(progress)
 
         def tick(tokens: int) -> None:
-            ticker(f"tokenizing {source.name}: {_megabytes(reader.bytes_read, source.size)}, {tokens:,} tokens")
+            ticker(f"tokenizing {source.name}: {_mebibytes(reader.bytes_read, source.size)}, {_count(tokens, 'token')}")
 
         generator = None if order is None else np.random.default_rng(order)
         return reader, write_split(reader.documents(generator), tokenizer, files, wanted, tick)
@@ -152,21 +165,22 @@ def _tokenize(
     needed = 2 * wanted.sequence_length
     if split.tokens < needed:
         raise UserError(
-            f"{source.name} holds {split.tokens:,} tokens; one evaluation and one training sequence of "
+            f"{source.name} holds {_count(split.tokens, 'token')}; one evaluation and one training sequence of "
             f"{wanted.sequence_length:,} need {needed:,}",
             "Give more text with --data, or a smaller --seq-len.",
         )
     if not split.good:
         documents = split.documents
         reader, split = write(max(_SMALLEST_PART, split.characters // _PARTS))
-        progress(f"{source.name} has {documents} documents: cut into {split.documents} parts to hold some out")
+        has = f"{source.name} has {_count(documents, 'document')}"
+        progress(f"{has}: cut into {_count(split.documents, 'part')} to hold some out")
     if not split.good:
         split_at_token(files, wanted, split, tokenizer.eos_token_id)
         progress(f"{source.name} is too uniform or too short to hold whole documents out: its end is held out instead")
     if summary := reader.summary():
         progress(f"left out of {source.name}: {summary}")
     progress(
-        f"{source.name}: {split.documents:,} documents, {split.train_tokens:,} tokens for training, "
+        f"{source.name}: {_count(split.documents, 'document')}, {_count(split.train_tokens, 'token')} for training, "
         f"{split.evaluation_tokens:,} held out"
     )
     return split
@@ -316,8 +330,12 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
     return UserError(problem, "Choose a cache folder that you may write to.")
 
 
-def _megabytes(done: int, total: int) -> str:
-    return f"{done / 1e6:.1f} of {total / 1e6:.1f} MB"
+def _mebibytes(done: int, total: int) -> str:
+    return f"{done / 2**20:.1f} of {total / 2**20:.1f} MiB"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 class _Ticker:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ _LINES_BLOCK = 4 << 20  # bytes of JSONL that are shuffled together
 _ROWS = 1000  # rows of Parquet or HF datasets that are shuffled together
 _SINGLE_TEXT = 64 << 10  # bytes: one text file alone has no documents of its own, and is cut into parts of this size
 _NEWLINE_SEARCH = 16 << 10  # bytes after a wanted cut in which a line end is looked for
+_LINES_LOOKED_AT = 100  # of each JSONL file of a folder, in search of the text column
 _DEFAULT_FIELDS = ("text", "content")
 
 
@@ -72,9 +74,67 @@ class Reader:
                         yield _encodable(found[position])
             self.bytes_read += shard.size
 
+    def check_field(self) -> None:
+        """Looks for the text column in the first rows of the files, until one has it.
+
+        Raises:
+            UserError: none has.
+        """
+        first: UserError | None = None
+        for file in self.source.files:
+            try:
+                if self._has_field(file):
+                    return
+            except UserError as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _has_field(self, file: SourceFile) -> bool:
+        """False where the file says nothing about columns, as plain text does.
+
+        Raises:
+            UserError: it has columns, and not the one looked for.
+        """
+        if file.kind is Kind.TEXT:
+            return self.source.field is None
+        if file.kind is Kind.JSONL:
+            return self._has_json_field(file)
+        schema = _schema(file)
+        if schema is None:
+            return False
+        choose_column(schema, self.source.field, self.source.name if self.source.saved_dataset else str(file.path))
+        return True
+
+    def _has_json_field(self, file: SourceFile) -> bool:
+        """In a folder lines may be left out, so that more than the first is looked at."""
+        strict = Reader(replace(self.source, strict=True))
+        first: UserError | None = None
+        at = 0
+        try:
+            with file.path.open("rb") as stream:
+                for line in itertools.islice(stream, _LINES_LOOKED_AT):
+                    if line.strip():
+                        try:
+                            strict._line_text(file, line.removeprefix(b"\xef\xbb\xbf") if at == 0 else line, at)
+                            return True
+                        except UserError as error:
+                            if self.source.strict:
+                                raise
+                            first = first or error
+                    at += len(line)
+        except OSError:
+            return False  # reading it in earnest says what is wrong
+        if first is not None:
+            raise first
+        return False
+
     def summary(self) -> str:
         """What was left out, e.g. "2 binary, 1 not UTF-8"; empty when nothing was."""
-        return ", ".join(f"{len(names)} {reason}" for reason, names in sorted(self.left_out.items()))
+        return ", ".join(
+            f"1 {reason.replace('lines ', 'line ')}" if len(names) == 1 else f"{len(names)} {reason}"
+            for reason, names in sorted(self.left_out.items())
+        )
 
     def nothing_found(self) -> UserError:
         """The error for a source without any text."""
@@ -241,6 +301,22 @@ def choose_column(schema: Any, field: str | None, where: str) -> str:
     if chosen not in textual:
         raise UserError(f"column {chosen!r} of {where} holds {columns[chosen]}, not text", _field_remedy(None, textual))
     return chosen
+
+
+def _schema(file: SourceFile) -> Any:
+    """The columns of a Parquet file or of a saved HF dataset's Arrow file; None where they cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        if file.kind is Kind.PARQUET:
+            return pq.read_schema(file.path)
+        if file.path.suffix != ".arrow":
+            return None
+        with pa.OSFile(str(file.path)) as stream:
+            return pa.ipc.open_stream(stream).schema
+    except (pa.ArrowException, OSError):
+        return None  # reading it in earnest says what is wrong
 
 
 def cut(text: str, longest: int) -> Iterator[str]:

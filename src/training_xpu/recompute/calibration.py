@@ -1,0 +1,127 @@
+"""What an allocator holds for a peak of live tensor bytes: resident memory on CPUs, reserved memory on accelerators.
+
+    total = baseline of the engine + slope x live
+
+The baseline is what a training process has beside tensors, such as libraries and the collectives' buffers. It may be
+negative: DeepSpeed allocates buckets that small models hardly touch, and what is never touched is not resident. The
+slope is what the allocator keeps between and beside tensors. Both are fitted to measured runs by least absolute
+relative error, which a few odd runs do not bend. Every run is predicted from a fit to the others; the spread of these
+errors gives the interval.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from importlib import resources
+from typing import NamedTuple
+
+from pydantic import Field
+
+from training_xpu.errors import UserError
+from training_xpu.records import Record
+
+FEWEST_SAMPLES = 6  # for a slope, baselines and their spread
+_SLOPES = [1.0 + step / 100 for step in range(61)]  # nothing is resident twice as large as it is alive
+
+
+class Sample(NamedTuple):
+    """One measured run, of its largest rank, in bytes."""
+
+    engine: str  # engines with baselines of their own have names of their own
+    predicted_live: int
+    measured_live: int
+    measured_total: int  # peak resident set, or peak reserved by the allocator
+
+
+class Calibration(Record):
+    """A fit for one kind of device and allocator."""
+
+    device_kind: str  # "cpu", or torch's name of an accelerator
+    allocator: str
+    samples: int  # measured runs; 0: assumed, nothing was measured
+    fitted_on: str  # for people: which runs
+    slope: float = Field(ge=1.0)
+    baselines: dict[str, int]  # engine -> bytes
+    baseline: int  # of an engine that no sample has
+    interval_factor: float = Field(ge=1.0)  # 95 % of totals are within expected / factor .. expected x factor
+    error: float | None  # median absolute relative error, cross-validated; None: nothing was measured
+    live_error: float | None = None  # the same of predicted live bytes against measured ones
+
+    def expected(self, live: int, engine: str) -> int:
+        """Bytes the process will hold with this peak of live bytes."""
+        return max(1, round(self.slope * live) + self.baselines.get(engine, self.baseline))
+
+    def interval(self, live: int, engine: str) -> tuple[int, int]:
+        """Its 95 % interval."""
+        expected = self.expected(live, engine)
+        return round(expected / self.interval_factor), round(expected * self.interval_factor)
+
+
+def shipped(device_kind: str) -> Calibration:
+    """The calibration that comes with this version: of CPUs, or of accelerators in general."""
+    name = "cpu" if device_kind == "cpu" else "accelerator"
+    text = (resources.files(__package__) / "calibrations" / f"{name}.json").read_text(encoding="utf-8")
+    return Calibration.model_validate_json(text)
+
+
+def fit(samples: Sequence[Sample], device_kind: str, allocator: str, fitted_on: str) -> Calibration:
+    """Fits a calibration and predicts each sample from the others.
+
+    Raises:
+        UserError: there are too few samples.
+    """
+    if len(samples) < FEWEST_SAMPLES:
+        raise UserError(f"{len(samples)} runs are too few to calibrate with", f"At least {FEWEST_SAMPLES} are needed.")
+    slope, baselines, baseline = _fitted(samples)
+    ratios = []
+    for index, left_out in enumerate(samples):
+        others = [s for i, s in enumerate(samples) if i != index]
+        ratios.append(left_out.measured_total / _total(_fitted(others), left_out))
+    return Calibration(
+        device_kind=device_kind,
+        allocator=allocator,
+        samples=len(samples),
+        fitted_on=fitted_on,
+        slope=slope,
+        baselines=baselines,
+        baseline=baseline,
+        interval_factor=_interval_factor(ratios),
+        error=statistics.median(abs(ratio - 1) for ratio in ratios),
+        live_error=statistics.median(abs(s.predicted_live / s.measured_live - 1) for s in samples),
+    )
+
+
+_Fitted = tuple[float, dict[str, int], int]
+
+
+def _fitted(samples: Sequence[Sample]) -> _Fitted:
+    """For each slope the medians of what is left are the best baselines; the slope with the smallest error wins."""
+    return min((_with_slope(samples, slope) for slope in _SLOPES), key=lambda fitted: _error(samples, fitted))
+
+
+def _with_slope(samples: Sequence[Sample], slope: float) -> _Fitted:
+    rest: dict[str, list[float]] = {}
+    for sample in samples:
+        rest.setdefault(sample.engine, []).append(sample.measured_total - slope * sample.predicted_live)
+    baselines = {engine: round(statistics.median(values)) for engine, values in rest.items()}
+    return slope, baselines, round(statistics.median(value for values in rest.values() for value in values))
+
+
+def _error(samples: Sequence[Sample], fitted: _Fitted) -> float:
+    return sum(abs(_total(fitted, s) / s.measured_total - 1) for s in samples)
+
+
+def _total(fitted: _Fitted, sample: Sample) -> int:
+    slope, baselines, baseline = fitted
+    return max(1, round(slope * sample.predicted_live) + baselines.get(sample.engine, baseline))
+
+
+def _interval_factor(ratios: Sequence[float]) -> float:
+    """Student's t prediction interval of one more ratio, on logarithms."""
+    from scipy.stats import t
+
+    count = len(ratios)
+    spread = math.sqrt(statistics.fmean(math.log(ratio) ** 2 for ratio in ratios))
+    return math.exp(float(t.ppf(0.975, count - 1)) * spread * math.sqrt(1 + 1 / count))

@@ -1,0 +1,238 @@
+"""Plans: what is recommended, what is said when nothing fits, and which runs a calibration is fitted to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training_xpu.cli import plan as verb
+from training_xpu.errors import UserError
+from training_xpu.perf import calibrate, plan
+from training_xpu.perf.plan_records import PlanDocument
+from training_xpu.perf.plan_subject import PlanRequest, build_subject
+from training_xpu.perf.records import RunRecord, Summary
+from training_xpu.recompute.setting import TrainingSetting
+from training_xpu.records import Record
+
+GIB = 2**30
+CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
+CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512}
+
+
+class TenPercent(Record):
+    """A calibration that is known: a tenth more than is alive is expected, within nothing and a fifth."""
+
+    device_kind: str = "cuda"
+    allocator: str = "of the test"
+    samples: int = 10
+    fitted_on: str = "nothing"
+    error: float | None = 0.01
+
+    def expected(self, live: int, engine: str) -> int:
+        return live + live // 10
+
+    def interval(self, live: int, engine: str) -> tuple[int, int]:
+        return live, live + live // 5
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlanDocument]:
+    """Plans a small model on one rank with the calibration above."""
+    monkeypatch.setattr(plan, "calibration_for", lambda device_type: (TenPercent(), "of the test"))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+
+    def make(memory: int = 8 * GIB, **changes: Any) -> PlanDocument:
+        request = PlanRequest(
+            model=f"ddp/{tmp_path}", seq_len=256, micro_batch=8, world_size=1, dtype="fp32", device_memory=str(memory)
+        )
+        return plan.make_plan(replace(request, **changes), tmp_path / "runs")
+
+    return make
+
+
+def test_the_fewest_layers_that_fit_are_recommended(planned: Callable[..., PlanDocument]) -> None:
+    roomy = planned()
+    assert (roomy.recommended_layers, roomy.policy) == (0, "none")
+    upper = [option.predicted_peak_interval_bytes[1] for option in roomy.options]
+    assert upper == sorted(upper, reverse=True)
+    assert len(set(upper)) == 5
+    for layers, policy in ((1, "recompute"), (3, "recompute"), (4, "recompute all")):
+        exact = planned(upper[layers])
+        assert (exact.recommended_layers, exact.policy) == (layers, policy)
+        assert exact.parts == exact.options[layers].parts
+        assert [option.fits for option in exact.options] == [n >= layers for n in range(5)]
+    tight = planned(upper[4] - 1)
+    assert (tight.recommended_layers, tight.policy) == (None, "does not fit")
+
+
+def test_parts_add_up_and_the_overhead_is_what_is_expected_beyond_live_bytes(
+    planned: Callable[..., PlanDocument],
+) -> None:
+    for option in planned().options:
+        live = option.predicted_live_bytes
+        assert option.predicted_peak_interval_bytes == (live, live + live // 5)
+        assert option.parts["overhead"] == option.predicted_peak_bytes - live == pytest.approx(live / 10, abs=1)
+        assert sum(option.parts.values()) == option.predicted_peak_bytes
+
+
+def test_states_and_saved_activations_by_hand(planned: Callable[..., PlanDocument]) -> None:
+    document = planned()
+    block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 160 + 2 * 64
+    assert document.parameters == 4 * block + 2 * 256 * 64 + 64
+    # A recomputed layer keeps its input alone: 8 x 256 tokens of 64 channels in fp32.
+    kept = [option.parts["block activations"] for option in document.options]
+    saved = {kept[n] - kept[n + 1] for n in range(3)}
+    assert len(saved) == 1
+    # SDPA keeps q, k, v (with k and v of half the heads) and its output; the MLP three vectors of its width; norms
+    # their inputs and what they multiply: at least 3 hidden vectors more.
+    tokens = 8 * 256 * 4
+    assert saved.pop() > tokens * (64 + 2 * 32 + 64 + 3 * 160 + 3 * 64)
+
+
+def test_the_hf_trainer_is_ddp_on_several_ranks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    for ranks, engine in ((1, "plain"), (2, "ddp")):
+        request = PlanRequest(model=f"transformers/{tmp_path}", world_size=ranks, device_memory="1GiB")
+        assert plan.setting_of(build_subject(request), request).engine == engine
+
+
+def test_the_error_names_the_largest_parts_and_what_would_fit(planned: Callable[..., PlanDocument]) -> None:
+    smallest = planned().options[-1]
+    document = planned(smallest.predicted_peak_interval_bytes[1] - 1)
+    error = plan.does_not_fit(document)
+    assert error.exit_code == 1
+    assert len(str(error).splitlines()) == 2
+    named = [part for part in smallest.parts if f"{part} " in error.problem.partition("largest: ")[2]]
+    assert sorted(named, key=smallest.parts.__getitem__) == sorted(smallest.parts, key=smallest.parts.__getitem__)[-3:]
+    (suggestion,) = document.suggestions  # a micro batch of 4 is the largest that fits
+    assert suggestion.startswith("--micro-batch 4 (")
+    assert suggestion in error.remedy
+    assert planned(document.budget_bytes, micro_batch=4).recommended_layers is not None
+
+
+@dataclass
+class FakeSubject:
+    inputs: None
+    budget: Any
+
+
+class FakePlanner:
+    """Needs 1 byte for a sequence, and 100 bytes of states that each stage halves and ranks share from stage 1."""
+
+    def __init__(self, setting: TrainingSetting, budget: int) -> None:
+        self.setting = setting
+        self.subject = FakeSubject(None, plan_budget(budget))
+
+    def smallest(self, setting: TrainingSetting) -> int:
+        ranks = setting.world_size if setting.zero_stage or setting.engine == "fsdp" else 1
+        return setting.batch_size + 100 // (2**setting.zero_stage * ranks)
+
+
+def plan_budget(size: int) -> Any:
+    from training_xpu.recompute.budget import Budget
+
+    return Budget(size, "a test")
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "ranks", "batch", "budget", "expected"),
+    [
+        ("deepspeed", 0, 2, 8, 104, ["--micro-batch 4", "--zero 1"]),
+        ("deepspeed", 1, 2, 8, 28, ["--micro-batch 2", "--zero 2"]),  # 2 + 25, 8 + 12
+        ("deepspeed", 2, 2, 8, 9, ["--micro-batch 1 --zero 3"]),  # 1 + 12 and 8 + 6 are too much, 1 + 6 is not
+        ("deepspeed", 3, 2, 8, 5, ["--micro-batch 1 --world-size 4"]),  # 1 + 100 / (8 x 4)
+        ("fsdp", 0, 2, 1, 14, ["--world-size 8"]),  # 1 + 100 / 8
+        ("ddp", 0, 2, 4, 90, []),
+    ],
+)
+def test_suggestions_begin_with_the_smallest_change(
+    engine: Any, stage: int, ranks: int, batch: int, budget: int, expected: list[str]
+) -> None:
+    setting = TrainingSetting(engine=engine, zero_stage=stage, world_size=ranks, batch_size=batch)
+    fake: Any = FakePlanner(setting, budget)
+    found = [suggestion.partition(" (")[0] for suggestion in plan.suggestions(fake)]
+    assert found == expected
+
+
+def test_a_long_table_shows_what_matters(planned: Callable[..., PlanDocument]) -> None:
+    document = planned()
+    assert [o.layers for o in verb._selected(document)] == [0, 1, 2, 3, 4]
+    option = document.options[0]
+    options = [option.model_copy(update={"layers": n}) for n in range(81)]
+    long = document.model_copy(update={"layers": 80, "options": options, "recommended_layers": 33})
+    assert [o.layers for o in verb._selected(long)] == [0, 20, 32, 33, 34, 40, 60, 80]
+    nothing = long.model_copy(update={"recommended_layers": None})
+    assert [o.layers for o in verb._selected(nothing)] == [0, 20, 40, 60, 80]
+
+
+def test_a_part_that_gave_back_more_than_it_took_is_nothing() -> None:
+    assert plan._non_negative({"a": 10, "b": -3, "c": 2}) == {"a": 7, "b": 0, "c": 2}
+
+
+def run_record(**changes: Any) -> RunRecord:
+    summary = Summary(
+        steps_measured=3,
+        warmup_steps=0,
+        peak_memory_bytes=900,
+        peak_memory_kind="peak resident set",
+        live_bytes_peak=500,
+    )
+    record = RunRecord(
+        name="a run",
+        created=datetime.now(UTC),
+        command=[],
+        workload="ddp/x",
+        arm="base",
+        features=[],
+        status="completed",
+        summary=summary,
+    )
+    return record.model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"status": "failed"}, "not completed"),
+        ({"summary": None}, "not completed"),
+        ({}, "a command of your own"),
+        ({"config": object(), "features": ["recompute"]}, "features"),
+        ({"config": object(), "kind": "allocator peak"}, "reserved"),
+        ({"config": object(), "kind": "peak resident set since process start"}, "per step"),
+        ({"config": object(), "live": None}, "live tensor bytes"),
+    ],
+)
+def test_runs_that_tell_nothing_about_the_allocator(changes: dict[str, Any], said: str) -> None:
+    record = run_record(**{k: v for k, v in changes.items() if k not in ("kind", "live")})
+    if record.summary is not None:
+        record.summary.peak_memory_kind = changes.get("kind", record.summary.peak_memory_kind)
+        record.summary.live_bytes_peak = changes.get("live", record.summary.live_bytes_peak)
+    reason = calibrate.unsuitable(record)
+    assert reason is not None
+    assert said in reason
+
+
+def test_a_completed_run_of_a_known_model_is_a_sample() -> None:
+    config: Any = object()
+    assert calibrate.unsuitable(run_record(config=config)) is None
+    assert calibrate.unsuitable("damaged") == "unreadable"
+    assert calibrate.device_kind_of(run_record(fingerprint={"hardware": {"kind": "cuda"}})) == "cuda"
+
+
+def test_calibrating_needs_runs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no folder"):
+        calibrate.calibrate_from(tmp_path / "nowhere", print)
+    with pytest.raises(UserError, match="no runs in"):
+        calibrate.calibrate_from(tmp_path, print)
+    folder = tmp_path / "20261201-000000-ddp-x-base"
+    folder.mkdir()
+    run_record(status="failed").write(folder / "run.json")
+    with pytest.raises(UserError, match=r"0 runs .* 6 of one kind of device are needed .*1 not completed") as refused:
+        calibrate.calibrate_from(tmp_path, print)
+    assert refused.value.exit_code == 2
