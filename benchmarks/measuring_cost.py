@@ -1,7 +1,8 @@
 """What measuring adds to a step: the training loop with its metering against the same steps without, interleaved.
 
 Both arms run in the same processes, on the same model and engine, in turn; the bare arm does what a minimal script
-does: next batch, forward, backward, update, read the loss.
+does: next batch, forward, backward, update, read the loss. A percent of a step is less than what two steps of a shared
+machine differ by, so that the time spent inside the metering's own calls is summed up too, exact to microseconds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from common import finish, paired_ratio, parser, rounds_of
 
@@ -38,6 +40,27 @@ def rank_main(job_folder: Path, rounds: int) -> None:
     loop = TrainingLoop(config, job_folder, RunWriter(job_folder, place.rank), device, False)
     step = 0
 
+    spent = 0.0
+
+    def timed(owner: Any, name: str) -> None:
+        """Sums up the time in a method of the metering; none of these calls another."""
+        own = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal spent
+            begun = time.perf_counter()
+            try:
+                return own(*args, **kwargs)
+            finally:
+                spent += time.perf_counter() - begun
+
+        setattr(owner, name, call)
+
+    timed(loop.meter, "finish")
+    timed(loop.meter, "start")
+    for name in ("mark", "end", "stop"):
+        timed(loop.meter.clock, name)
+
     def metered() -> None:
         nonlocal step
         step += 1
@@ -52,15 +75,18 @@ def rank_main(job_folder: Path, rounds: int) -> None:
         loop.engine.update(config.learning_rate * loop._ratio(step))
         float(loss)
 
-    seconds: dict[str, list[float]] = {"metered": [], "bare": []}
+    seconds: dict[str, list[float]] = {"metered": [], "bare": [], "inside the metering": []}
     for number in range(rounds + 2):
         for name, run in (("metered", metered), ("bare", bare))[:: 1 if number % 2 else -1]:
             dist.barrier()
+            spent = 0.0
             begun = time.perf_counter()
             run()
             dist.barrier()
             if number >= 2:
                 seconds[name].append(time.perf_counter() - begun)
+                if name == "metered":
+                    seconds["inside the metering"].append(spent)
     if place.rank == 0:
         (job_folder / "seconds.json").write_text(json.dumps(seconds))
     dist.barrier()
@@ -92,13 +118,21 @@ def main() -> int:
         seconds = json.loads((Path(folder) / "seconds.json").read_text())
     ratio = paired_ratio(seconds["metered"], seconds["bare"])
     low, high = ratio.ci95
+    share = paired_ratio(seconds["inside the metering"], seconds["metered"])
     finish(
         asked,
-        {"workload": asked.model, "ranks": asked.nproc, "ratio": ratio.model_dump(), "seconds": seconds},
-        f"{asked.model}, {asked.nproc} ranks: a metered step takes {ratio.median:.4f} of a bare one "
-        f"(95 % {low:.4f} to {high:.4f}; limit {LIMIT})",
+        {
+            "workload": asked.model,
+            "ranks": asked.nproc,
+            "ratio": ratio.model_dump(),
+            "share": share.model_dump(),
+            "seconds": seconds,
+        },
+        f"{asked.model}, {asked.nproc} ranks: the metering's calls take {share.median:.3%} of a step (95 % "
+        f"{share.ci95[0]:.3%} to {share.ci95[1]:.3%}; limit {LIMIT - 1:.0%}); a metered step takes {ratio.median:.4f} "
+        f"of a bare one (95 % {low:.4f} to {high:.4f})",
     )
-    return 0 if low <= LIMIT else 1
+    return 0 if share.ci95[1] <= LIMIT - 1 and low <= LIMIT else 1
 
 
 if __name__ == "__main__":

@@ -79,10 +79,6 @@ def find(name: str) -> Feature:
     """
     if name in _FEATURES:
         return _FEATURES[name]
-    if not _FEATURES:
-        raise UserError(
-            f"unknown feature {name!r}", "This version has no features yet; base, with none, is the only arm."
-        )
     raise UserError(f"unknown feature {name!r}", nearest(name, [*_FEATURES, "base"]))
 
 

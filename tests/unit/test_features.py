@@ -53,11 +53,17 @@ def events(folder: Path) -> list[tuple[str, str, str]]:
     return [(line.feature, line.event, line.reason) for line in report.read(folder)]
 
 
-def test_this_version_has_no_features_and_says_so() -> None:
-    assert features.known() == []
-    assert features.environment_for([]) == {}
-    with pytest.raises(UserError, match="no features yet"):
-        features.find("compile")
+def test_the_features_of_this_version() -> None:
+    assert [feature.name for feature in features.known()] == ["recompute"]
+    assert features.environment_for([]) == {"CHECKPOINT_OPTIMIZATION": "false"}
+    assert features.environment_for(["recompute"]) == {"CHECKPOINT_OPTIMIZATION": "true"}
+
+
+@pytest.mark.parametrize("feature", features.known(), ids=lambda f: f.name)
+def test_whatever_a_feature_names_is_there(feature: Feature) -> None:
+    paths = [feature.available, *feature.seams.values(), *([feature.start] if feature.start else [])]
+    assert all(callable(features.load(path)) for path in paths)
+    assert set(feature.seams) <= set(seams.SEAMS)
 
 
 def test_an_unknown_name_gets_the_nearest(toy: ModuleType) -> None:
@@ -83,8 +89,8 @@ def test_base_stands_alone(toy: ModuleType) -> None:
 
 def test_an_arm_says_true_or_false_for_every_feature(toy: ModuleType) -> None:
     register()
-    assert features.environment_for(["plaything"]) == {VARIABLE: "true"}
-    assert features.environment_for([]) == {VARIABLE: "false"}
+    assert features.environment_for(["plaything"]) == {"CHECKPOINT_OPTIMIZATION": "false", VARIABLE: "true"}
+    assert features.environment_for([]) == {"CHECKPOINT_OPTIMIZATION": "false", VARIABLE: "false"}
 
 
 def test_the_variable_is_declared_with_the_feature(toy: ModuleType) -> None:

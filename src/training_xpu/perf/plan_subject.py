@@ -136,7 +136,7 @@ def _check(request: PlanRequest) -> None:
         if request.engine not in MODULE_ENGINES:
             raise UserError(f"--engine {request.engine}: unknown", nearest(request.engine, MODULE_ENGINES))
     if request.device is not None and request.device not in DEVICES:
-        raise UserError(f"--device {request.device}: unknown", nearest(request.device, DEVICES))
+        raise UserError(f"--device {request.device}: unknown", "Known: " + ", ".join(DEVICES))
     if request.dtype not in DTYPES:
         raise UserError(f"--dtype {request.dtype}: unknown", nearest(request.dtype, DTYPES))
     if request.zero is not None and not 0 <= request.zero <= 3:

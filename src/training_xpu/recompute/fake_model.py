@@ -100,5 +100,5 @@ def use_causal_attention(model: Any) -> None:
 def _mask_without_padding(*arguments: Any, **keywords: Any) -> Any:
     from transformers.masking_utils import sdpa_mask
 
-    # Under fake tensors transformers cannot tell either that a row holds one sequence alone, and would want a mask for it.
+    # Nor can transformers tell under fake tensors that a row holds one sequence alone: it would make a mask for that.
     return sdpa_mask(*arguments, **{**keywords, "attention_mask": None, "allow_is_causal_skip": True})

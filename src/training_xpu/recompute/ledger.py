@@ -92,6 +92,11 @@ class Ledger:
             self.blocks += change
         self.in_head = False
 
+    def settle(self) -> None:
+        """A backward has ended: no activation is left."""
+        self.live = self.states + self.communication
+        self.blocks = self.head = 0
+
     def _note(self, high: int) -> None:
         self._peak = (high, self.phase, self.states, self.communication, self.blocks, self.head, self.in_head)
 
@@ -102,5 +107,8 @@ class Ledger:
         rest = high - states - communication - blocks - head
         if in_head:
             head, rest = head + rest, 0
+        # Each may let go what the other has left, such as the hidden states between them.
+        if blocks < 0 or head < 0:
+            blocks, head = (0, blocks + head) if blocks < 0 else (blocks + head, 0)
         parts = (states, communication, blocks, head, rest)
         return Peak(high, phase, dict(zip(PARTS, parts, strict=True)))

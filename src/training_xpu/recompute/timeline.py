@@ -13,7 +13,7 @@ from training_xpu.recompute.ledger import Ledger, Peak
 from training_xpu.recompute.live_bytes import Segment, Stretch
 from training_xpu.recompute.model_blocks import Block
 from training_xpu.recompute.setting import TrainingSetting
-from training_xpu.recompute.trace import BlockTrace, StepTrace
+from training_xpu.recompute.trace import BlockTrace, HeadTrace, StepTrace
 from training_xpu.recompute.weights import Weights
 from training_xpu.recompute.zero3_memory import Zero3Memory
 from training_xpu.recompute.zero12_memory import Zero12Memory
@@ -87,6 +87,15 @@ class BlockSteps:
         self.cast_weights = trace.cast_weights
 
 
+class HeadSteps:
+    """Head and loss of the whole model."""
+
+    def __init__(self, trace: HeadTrace, naming: Naming, weights: Weights, shift: int) -> None:
+        self.forward = naming.steps(trace.forward, weights, shift)
+        self.backward = naming.steps(trace.backward, weights, shift)
+        self.cast_weights = trace.cast_weights
+
+
 class Timeline:
     """The step of a whole model; `peak` simulates it under an engine for a number of recomputed blocks."""
 
@@ -104,15 +113,13 @@ class Timeline:
             blocks: of the whole model, in the order of execution.
         """
         self.weights = weights
-        self.head_cast_weights = trace.head_cast_weights
         self.stand_ins = [stand_in(index, traced, blocks) for index in range(len(blocks))]
         self.kept = [BlockSteps(trace.kept[p], naming, weights, i - p) for i, p in enumerate(self.stand_ins)]
         self.recomputed = [
             BlockSteps(trace.recomputed[p], naming, weights, i - p) for i, p in enumerate(self.stand_ins)
         ]
         shift = len(blocks) - len(trace.kept)
-        self.head = naming.steps(trace.head, weights, shift)
-        self.head_backward = naming.steps(trace.head_backward, weights, shift)
+        self.heads = [HeadSteps(head, naming, weights, shift) for head in (trace.head, trace.head_after_recomputed)]
 
     def peak(self, setting: TrainingSetting, recomputed: Sequence[bool]) -> Peak:
         """The highest point of a step in its steady state."""
@@ -120,64 +127,68 @@ class Timeline:
         ledger.phase = "between steps"
         engine = engine_class(setting)(self.weights, setting, ledger)
         blocks = [(self.recomputed if r else self.kept)[i] for i, r in enumerate(recomputed)]
+        head = self.heads[any(recomputed)]
         if isinstance(engine, Zero3Memory):
-            engine.expect(self._fetches(blocks))
+            engine.expect(_fetches(blocks, head))
         once = setting.gradient_accumulation == 1
         for first, last in [(True, True)] if once else [(True, False), (False, True)]:
-            self._micro_batch(engine, ledger, blocks, first, last)
+            _micro_batch(engine, ledger, blocks, head, first, last)
         ledger.phase = "optimizer-step"
         engine.update()
         return ledger.peak
 
-    def _micro_batch(
-        self, engine: EngineMemory, ledger: Ledger, blocks: Sequence[BlockSteps], first: bool, last: bool
-    ) -> None:
-        count = len(blocks)
-        ledger.phase = "embedding"
-        engine.start_micro_batch(first, last)
-        for index, block in enumerate(blocks):
-            with ledger.segment(f"before-{index}" if index else "embedding"):
-                _run(block.before, engine, ledger)
-            ledger.phase = f"block-{index}"
-            engine.before_block(index)
-            with ledger.segment(f"block-{index}"):
-                _run(block.forward, engine, ledger)
-            engine.after_block(index)
-        with ledger.segment("head", head=True):
-            _run(self.head, engine, ledger)
-        cast = sum(block.cast_weights for block in blocks)
-        with ledger.segment("head", head=True):
-            ledger.run(Stretch(0, -self.head_cast_weights))
-        with ledger.segment("head"):
-            ledger.run(Stretch(0, -cast))
-        ledger.phase = "head-backward"
-        engine.end_forward()
-        with ledger.segment("head-backward", head=True):
-            _run(self.head_backward, engine, ledger)
-        for index in reversed(range(count)):
-            block = blocks[index]
-            ledger.phase = f"block-{index}-backward"
-            if block.runs_backward:
-                engine.before_block_backward(index)
-            with ledger.segment(f"block-{index}-backward"):
-                _run(block.backward, engine, ledger)
-            if block.input_needs_gradient:
-                engine.after_block_backward(index)
-            with ledger.segment(f"before-{index}-backward" if index else "embedding-backward"):
-                _run(block.before_backward, engine, ledger)
-        ledger.phase = "gradient-reduction"
-        engine.end_backward()
 
-    def _fetches(self, blocks: Sequence[BlockSteps]) -> list[tuple[int, ...]]:
-        parts = [part for block in blocks for part in (block.before, block.forward)]
-        parts += [self.head, self.head_backward]
-        parts += [part for block in reversed(blocks) for part in (block.backward, block.before_backward)]
-        return [
-            step[2]
-            for part in parts
-            for step in part
-            if isinstance(step, tuple) and not isinstance(step, Stretch) and step[0] in ("enter", "enter-backward")
-        ]
+def _micro_batch(
+    engine: EngineMemory, ledger: Ledger, blocks: Sequence[BlockSteps], head: HeadSteps, first: bool, last: bool
+) -> None:
+    count = len(blocks)
+    ledger.phase = "embedding"
+    engine.start_micro_batch(first, last)
+    for index, block in enumerate(blocks):
+        with ledger.segment(f"before-{index}" if index else "embedding"):
+            _run(block.before, engine, ledger)
+        ledger.phase = f"block-{index}"
+        engine.before_block(index)
+        with ledger.segment(f"block-{index}"):
+            _run(block.forward, engine, ledger)
+        engine.after_block(index)
+    with ledger.segment("head", head=True):
+        _run(head.forward, engine, ledger)
+    cast = sum(block.cast_weights for block in blocks)
+    with ledger.segment("head", head=True):
+        ledger.run(Stretch(0, -head.cast_weights))
+    with ledger.segment("head"):
+        ledger.run(Stretch(0, -cast))
+    ledger.phase = "head-backward"
+    engine.end_forward()
+    with ledger.segment("head-backward", head=True):
+        _run(head.backward, engine, ledger)
+    for index in reversed(range(count)):
+        block = blocks[index]
+        ledger.phase = f"block-{index}-backward"
+        if block.runs_backward:
+            engine.before_block_backward(index)
+        with ledger.segment(f"block-{index}-backward"):
+            _run(block.backward, engine, ledger)
+        if block.input_needs_gradient:
+            engine.after_block_backward(index)
+        with ledger.segment(f"before-{index}-backward" if index else "embedding-backward"):
+            _run(block.before_backward, engine, ledger)
+    ledger.settle()
+    ledger.phase = "gradient-reduction"
+    engine.end_backward()
+
+
+def _fetches(blocks: Sequence[BlockSteps], head: HeadSteps) -> list[tuple[int, ...]]:
+    parts = [part for block in blocks for part in (block.before, block.forward)]
+    parts += [head.forward, head.backward]
+    parts += [part for block in reversed(blocks) for part in (block.backward, block.before_backward)]
+    return [
+        step[2]
+        for part in parts
+        for step in part
+        if isinstance(step, tuple) and not isinstance(step, Stretch) and step[0] in ("enter", "enter-backward")
+    ]
 
 
 def _run(steps: Steps, engine: EngineMemory, ledger: Ledger) -> None:

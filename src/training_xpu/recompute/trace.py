@@ -34,15 +34,26 @@ class BlockTrace:
 
 
 @dataclass(frozen=True)
+class HeadTrace:
+    """Final norm, head and loss, and the end of autocast's context after them.
+
+    Where blocks are recomputed, what they were called with lives on, such as masks that a kept block does not save.
+    """
+
+    forward: Segment
+    backward: Segment
+    cast_weights: int
+
+
+@dataclass(frozen=True)
 class StepTrace:
     """Segments of a training step without those of the optimizer; every traced block by its place in the trace."""
 
     order: tuple[int, ...]  # which of the blocks that were given runs first, second, ...
     kept: tuple[BlockTrace, ...]
     recomputed: tuple[BlockTrace, ...]
-    head: Segment  # final norm, head and loss
-    head_backward: Segment
-    head_cast_weights: int
+    head: HeadTrace
+    head_after_recomputed: HeadTrace
 
 
 def trace_step(
@@ -83,16 +94,20 @@ def trace_step(
         if collecting:
             gc.enable()
     weights = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in ordered]
-    released = kept["end-of-forward"].net - recomputed["end-of-forward"].net
+    cast = -kept["end-of-forward"].net
+    released = -cast - recomputed["end-of-forward"].net
     shares = [released * numel // max(1, sum(weights)) for numel in weights]
     return StepTrace(
         order=tuple(order),
         kept=_traces(kept, [0] * len(ordered)),
         recomputed=_traces(recomputed, shares),
-        head=kept[f"before-{len(ordered)}"],
-        head_backward=kept.get("head-backward", EMPTY),
-        head_cast_weights=-kept["end-of-forward"].net,
+        head=_head(kept, len(ordered), cast),
+        head_after_recomputed=_head(recomputed, len(ordered), cast),
     )
+
+
+def _head(segments: dict[str, Segment], count: int, cast: int) -> HeadTrace:
+    return HeadTrace(segments[f"before-{count}"], segments.get("head-backward", EMPTY), cast)
 
 
 def _traces(segments: dict[str, Segment], cast: Sequence[int]) -> tuple[BlockTrace, ...]:

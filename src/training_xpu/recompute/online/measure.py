@@ -15,9 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
-from training_xpu.recompute.runner import in_backward
 from training_xpu.recompute.online.amounts import Amount, BatchShape, classify
 from training_xpu.recompute.policies import is_kept
+from training_xpu.recompute.runner import in_backward
 
 Phase = Literal["before", "forward", "between", "after", "backward", "recompute", "rest"]
 
