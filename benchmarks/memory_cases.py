@@ -132,9 +132,9 @@ class LoraLinear(torch.nn.Module):
         return self.base(hidden) + self.up(self.down(hidden))
 
 
-def build(case: Case) -> Any:
+def build(case: Case, dtype: torch.dtype = torch.float32) -> Any:
     """On the current default device; under LoRA all but the low-rank updates of the attention is frozen."""
-    model = AutoModelForCausalLM.from_config(config_of(case), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config_of(case), dtype=dtype)
     model.config.use_cache = False
     model.train()
     if case.lora:

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common import finish, paired_ratio, parser, rounds_of
-from memory_accuracy import config_of, sample
+from memory_cases import Case, config_of, sample
 from training_xpu.blocks import find_blocks
 from training_xpu.recompute.budget import Budget
 from training_xpu.recompute.online.amounts import BatchShape
@@ -92,16 +92,18 @@ class Job:
         return Planner(self.profile(), Overhead(0, 0, 0.0), budget, [offered] * count, ["block"] * count)
 
 
-def choices(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def choices(cases: list[Case]) -> list[dict[str, Any]]:
     chance = random.Random(1)
     rows = []
     for case in cases:
-        job = Job(config_of(case), BatchShape(case["batch"], case["sequence"]), case["dtype"])
+        job = Job(config_of(case), BatchShape(case.batch, case.sequence), case.dtype)
         real = [job.peak(job.first(n)) for n in range(len(job.blocks) + 1)]
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config_of(case))
         setting = TrainingSetting(
-            batch_size=case["batch"], sequence_length=case["sequence"], dtype=case["dtype"], engine="plain"
+            batch_size=case.batch,
+            sequence_length=case.sequence,
+            dtype=case.dtype,  # type: ignore[arg-type]
         )
         prediction = predict_peaks(empty, setting)
         for _ in range(BUDGETS_PER_CASE):
@@ -111,7 +113,7 @@ def choices(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             offline = prediction.fewest_recomputed(budget)
             rows.append(
                 {
-                    **case,
+                    **case.as_dict(),
                     "budget": budget,
                     "right": right,
                     "planned": planned.recomputed,
@@ -122,8 +124,8 @@ def choices(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         last = rows[-BUDGETS_PER_CASE:]
         told = ", ".join(f"{r['right']}/{r['planned']}/{r['predicted']}" for r in last)
         print(
-            f"{case['family']:7} {case['dtype']} L{case['layers']} h{case['width']} B{case['batch']} "
-            f"S{case['sequence']}: right/planned/predicted {told} of {len(job.blocks)}",
+            f"{case.family:7} {case.dtype} L{case.layers} h{case.width} B{case.batch} S{case.sequence}: "
+            f"right/planned/predicted {told} of {len(job.blocks)}",
             file=sys.stderr,
         )
     return rows
@@ -209,7 +211,7 @@ def controlled(job: Job, rounds: int) -> dict[str, list[float]]:
 def main() -> int:
     options = parser(__doc__ or "", rounds=20, quick_rounds=4).parse_args()
     quick = options.quick
-    rows = choices([c for c in sample(60) if c["layers"] > 2 and c.get("lora") is not True][: 3 if quick else 10])
+    rows = choices([c for c in sample(60) if c.layers > 2][: 3 if quick else 10])
     seconds = speed(rounds_of(options))
     right = sum(row["planned"] == row["right"] for row in rows)
     predicted = sum(row["predicted"] == row["right"] for row in rows)

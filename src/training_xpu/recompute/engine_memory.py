@@ -17,14 +17,20 @@ class EngineMemory:
 
     watches_modules = False
 
-    def __init__(self, weights: Weights, setting: TrainingSetting, ledger: Ledger) -> None:
+    def __init__(self, weights: Weights, setting: TrainingSetting, ledger: Ledger, rank: int = 0) -> None:
         self.weights = weights
+        self.rank = rank
         self.setting = setting
         self.ledger = ledger
         self.first = self.last = True  # of the micro batches of a step
         self.gradients = 0  # bytes of gradients that wait for the update
         ledger.keep(weights.buffer_bytes + weights.inputs_bytes)
         self.set_up()
+
+    @classmethod
+    def ranks(cls, weights: Weights, setting: TrainingSetting) -> set[int]:
+        """Ranks one of which needs most."""
+        return {0}
 
     def set_up(self) -> None:
         """Books what is alive between two steps."""

@@ -38,6 +38,7 @@ class FsdpMemory(EngineMemory):
         self.whole: dict[int, int] = {}  # group -> bytes of its parameters, gathered
         self.held = 0  # the buffer of the last gather in a forward
         self.reducing = 0  # input of the last reduce-scatter
+        self.gradients_of: dict[int, int] = {}  # group -> bytes of gradients of the running backward
         self.unreduced: dict[int, int] = {}  # group -> bytes of gradients of earlier micro batches
 
     def _slice(self, index: int) -> int:
@@ -103,7 +104,8 @@ class FsdpMemory(EngineMemory):
         self.held = 0
         self._gather(self.root)
         self._copy_out(self.root, forward=False)
-        self._gather(self.root - 1) if self.root else None
+        if self.root:
+            self._gather(self.root - 1)
 
     def before_block_backward(self, index: int) -> None:
         self._gather(index)
@@ -123,18 +125,12 @@ class FsdpMemory(EngineMemory):
         self.ledger.take_over(size)
         self.gradients_of[group] = self.gradients_of.get(group, 0) + size
 
-    @property
-    def gradients_of(self) -> dict[int, int]:
-        """Group -> bytes of gradients of the running backward."""
-        return self.__dict__.setdefault("_gradients_of", {})
-
     def _after_backward(self, group: int) -> None:
         """`post_backward`, _fsdp_collectives.py `foreach_reduce`"""
         fresh = self.gradients_of.pop(group, 0)
         earlier = self.unreduced.pop(group, 0)
         if not self.last:
-            if self.setting.world_size >= 1:
-                self._reshard(group)
+            self._reshard(group)
             if self.width == self.reduce_width:
                 self.unreduced[group] = earlier + fresh
             elif earlier:

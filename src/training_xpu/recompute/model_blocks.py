@@ -47,7 +47,7 @@ def blocks_of(groups: Sequence[BlockGroup], model: torch.nn.Module) -> list[Bloc
             kinds = known.setdefault(group.kind, {})
             if signature not in kinds:
                 label = attention or f"form {len(kinds) + 1}"
-                taken = {k for k in kinds.values()}
+                taken = set(kinds.values())
                 plain = group.kind if not kinds else f"{group.kind} ({label})"
                 kinds[signature] = plain if plain not in taken else f"{group.kind} ({label}, form {len(kinds) + 1})"
             result.append(Block(name, container, kinds[signature], module))

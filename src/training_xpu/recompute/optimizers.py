@@ -64,7 +64,7 @@ def optimizer_bytes(kind: str, shapes: Iterable[tuple[int, ...]], engine: str, d
     return OptimizerBytes(states, transient)
 
 
-class _WithNumbers(LiveBytes):
+class _WithNumbers(LiveBytes):  # type: ignore[no-untyped-call]
     """Answers 1 where an optimizer looks at a number, which fake tensors do not have."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

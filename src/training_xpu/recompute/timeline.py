@@ -122,10 +122,14 @@ class Timeline:
         self.heads = [HeadSteps(head, naming, weights, shift) for head in (trace.head, trace.head_after_recomputed)]
 
     def peak(self, setting: TrainingSetting, recomputed: Sequence[bool]) -> Peak:
-        """The highest point of a step in its steady state."""
+        """The highest point of a step in its steady state, of the rank that needs most."""
+        ranks = engine_class(setting).ranks(self.weights, setting)
+        return max((self._peak(setting, recomputed, rank) for rank in sorted(ranks)), key=lambda peak: peak.total)
+
+    def _peak(self, setting: TrainingSetting, recomputed: Sequence[bool], rank: int) -> Peak:
         ledger = Ledger()
         ledger.phase = "between steps"
-        engine = engine_class(setting)(self.weights, setting, ledger)
+        engine = engine_class(setting)(self.weights, setting, ledger, rank)
         blocks = [(self.recomputed if r else self.kept)[i] for i, r in enumerate(recomputed)]
         head = self.heads[any(recomputed)]
         if isinstance(engine, Zero3Memory):

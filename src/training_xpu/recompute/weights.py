@@ -63,7 +63,7 @@ def weights_of(
         inputs_bytes: of the inputs of all micro batches of a step.
     """
     index: dict[int, int] = {}
-    found = []
+    found: list[Weight] = []
     for parameter in model.parameters():
         index[id(parameter)] = len(found)
         shape = tuple(int(n) for n in getattr(parameter, "ds_shape", parameter.shape))

@@ -3,6 +3,31 @@
 from __future__ import annotations
 
 from training_xpu.recompute.engine_memory import EngineMemory
+from training_xpu.recompute.setting import TrainingSetting
+from training_xpu.recompute.weights import Weights
+
+
+def part_of(elements: int, world_size: int) -> int:
+    """Elements of each rank's part: 16-bit elements are aligned to 4 bytes (`flatten_dense_tensors_aligned`)."""
+    return -(-elements // (2 * world_size)) * 2
+
+
+def pieces_of(weights: Weights, part: int) -> dict[int, list[tuple[int, int]]]:
+    """For each trained parameter: (rank, elements) of what lies in whose part, in order."""
+    found = {}
+    offset = 0
+    for index in weights.trained:
+        end = offset + weights.all[index].numel
+        pieces = []
+        position = offset
+        while position < end:
+            rank = position // part
+            stop = min(end, (rank + 1) * part)
+            pieces.append((rank, stop - position))
+            position = stop
+        found[index] = pieces
+        offset = end
+    return found
 
 
 class Zero12Memory(EngineMemory):
@@ -18,12 +43,9 @@ class Zero12Memory(EngineMemory):
         self.width = setting.element_bytes
         self.size = setting.reduce_bucket_elements
         elements = sum(weights.all[i].numel for i in weights.trained)
-        # `flatten_dense_tensors_aligned` with 4-byte alignment of 16-bit elements on every rank
-        unit = 2 * setting.world_size
-        padded = -(-elements // unit) * unit
-        self.part = padded // setting.world_size
-        self.pieces = self._pieces()
-        self.rank = self._fullest_rank()
+        self.part = part_of(elements, setting.world_size)
+        padded = self.part * setting.world_size
+        self.pieces = pieces_of(weights, self.part)
         self.own = {i for i, pieces in self.pieces.items() if self.rank in dict(pieces)}
         self.own_bytes = sum(weights.all[i].numel for i in self.own) * self.width
         self.ledger.keep(padded * self.width + sum(weights.all[i].nbytes for i in weights.frozen))
@@ -37,30 +59,23 @@ class Zero12Memory(EngineMemory):
         self.accumulated = 0  # bytes of this rank's gradients of earlier micro batches
         self.copied = 0  # and of this one
 
-    def _pieces(self) -> dict[int, list[tuple[int, int]]]:
-        """For each trained parameter: (rank, elements) of its parts, in order."""
-        found = {}
-        offset = 0
-        for index in self.weights.trained:
-            end = offset + self.weights.all[index].numel
-            pieces = []
-            position = offset
-            while position < end:
-                rank = position // self.part
-                stop = min(end, (rank + 1) * self.part)
-                pieces.append((rank, stop - position))
-                position = stop
-            found[index] = pieces
-            offset = end
-        return found
+    @classmethod
+    def ranks(cls, weights: Weights, setting: TrainingSetting) -> set[int]:
+        """The first, the last, the one with most gradients and the one with the largest.
 
-    def _fullest_rank(self) -> int:
-        """Parameters that lie across two parts are kept whole by both ranks."""
-        totals: dict[int, int] = {0: 0}
-        for index, pieces in self.pieces.items():
-            for rank in {r for r, _ in pieces}:
-                totals[rank] = totals.get(rank, 0) + self.weights.all[index].numel
-        return max(totals, key=lambda rank: totals[rank])
+        Parameters that lie across two parts are kept whole by both ranks.
+        """
+        part = part_of(sum(weights.all[i].numel for i in weights.trained), setting.world_size)
+        totals: dict[int, int] = {}
+        largest: dict[int, int] = {}
+        for index, pieces in pieces_of(weights, part).items():
+            for rank, elements in pieces:
+                totals[rank] = totals.get(rank, 0) + weights.all[index].numel
+                largest[rank] = max(largest.get(rank, 0), elements)
+        if not totals:
+            return {0}
+        most = max(totals, key=lambda rank: totals[rank])
+        return {0, max(totals), most, max(largest, key=lambda rank: largest[rank])}
 
     def gradient(self, index: int) -> None:
         self._open_bucket()

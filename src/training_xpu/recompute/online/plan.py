@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from training_xpu.recompute.online.profile import MemoryProfile
 from training_xpu.recompute.policies import Mode
 
 TOLERANCE = 0.05
+_MOST_TRIES = 48  # of single changes to a plan
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Planner:
         self.correction = 1.0  # real over predicted growth above a step with every block recomputed
         self.plans: dict[BatchShape, Plan] = {}
         self._all = (Mode.RECOMPUTE,) * len(offered)
+        self._times: dict[str, tuple[float, float]] = {}
 
     def plan_for(self, shape: BatchShape) -> Plan:
         """The plan for a batch, made when one of its size is first seen."""
@@ -122,11 +125,14 @@ class Planner:
         return {micro_batch.shape for micro_batch in self.profile.measured.micro_batches}
 
     def _make(self, shape: BatchShape) -> Plan:
-        if self.at_least == 0:
-            chosen = self._chosen(shape)
-            if chosen is not None:
-                return chosen
-        plan = None
+        first = self._first_blocks(shape)
+        if self.at_least or not first.fits or first.recomputed == 0:
+            return first
+        chosen = self._chosen(shape)
+        return chosen if chosen is not None and self._seconds(chosen) < self._seconds(first) else first
+
+    def _first_blocks(self, shape: BatchShape) -> Plan:
+        """The fewest of the first blocks recomputed wholly, or all of them where nothing less fits."""
         order = self.profile.order
         for count in range(min(self.at_least, len(order)), len(order) + 1):
             kept = set(order[count:]) & set(self.profile.blocks)
@@ -134,11 +140,10 @@ class Planner:
             plan = self.with_modes(modes, shape)
             if plan.fits:
                 break
-        assert plan is not None
         return plan
 
     def _chosen(self, shape: BatchShape) -> Plan | None:
-        """The fastest modes that fit, if they are found and their peak is right once looked at step by step."""
+        """The fastest modes that fit by the costs of each kind of block, then looked at step by step and bettered."""
         blocks, base, fixed = self.profile.costs(self.offered, self.kinds, shape)
         budget = self.live_budget
         if fixed > budget:
@@ -150,6 +155,39 @@ class Planner:
         if choice.modes is None:
             return None
         by_block = dict(zip(self.profile.order, choice.modes, strict=True))
-        modes = tuple(by_block.get(i, Mode.RECOMPUTE) for i in range(len(self.offered)))
-        plan = self.with_modes(modes, shape)
-        return plan if plan.fits else None
+        plan = self.with_modes(tuple(by_block.get(i, Mode.RECOMPUTE) for i in range(len(self.offered))), shape)
+        return self._bettered(plan, shape) if plan.fits else None
+
+    def _bettered(self, plan: Plan, shape: BatchShape) -> Plan:
+        """Keeps more where the exact timeline has room that the costs of a kind, its largest block's, did not show."""
+        tried = 0
+        for index in reversed(self.profile.order):
+            if plan.modes[index] is Mode.KEEP or index not in self.profile.blocks:
+                continue
+            for mode in (Mode.KEEP, Mode.SELECTIVE):
+                if mode is plan.modes[index] or mode not in self.offered[index]:
+                    continue
+                tried += 1
+                better = self.with_modes((*plan.modes[:index], mode, *plan.modes[index + 1 :]), shape)
+                if better.fits and self._seconds(better) < self._seconds(plan):
+                    plan = better
+                    break
+            if tried >= _MOST_TRIES:
+                break
+        return plan
+
+    def _seconds(self, plan: Plan) -> float:
+        """What a plan costs beyond keeping everything, per micro batch; blocks of a kind cost the same."""
+        total = 0.0
+        for index in self.profile.blocks:
+            if plan.modes[index] is not Mode.KEEP:
+                full, selective = self._kind_seconds(self.kinds[index])
+                total += selective if plan.modes[index] is Mode.SELECTIVE else full
+        return total
+
+    def _kind_seconds(self, kind: str) -> tuple[float, float]:
+        if kind not in self._times:
+            own = [block for index, block in self.profile.blocks.items() if self.kinds[index] == kind]
+            full = statistics.median(block.seconds for block in own)
+            self._times[kind] = full, statistics.median(block.selective_seconds for block in own)
+        return self._times[kind]
