@@ -112,12 +112,13 @@ def _live(case: Case) -> int:
     """Peak of live tensor bytes of one step.
 
     Everything since before the model was built is profiled, for the profiler passes over the release of what was
-    allocated before it started. What it misses makes more seem alive than is, so that of some steps the smallest counts.
+    allocated before it started. What it misses makes more seem alive than is; of some steps the smallest counts.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
         step, alive = _stepper(case)
         for _ in range(WARM_UP):
             step()
+        gc.collect()
         begun = []
         for _ in range(TRIES):
             begun.append(time.time_ns())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ ATTENTION = "training_xpu_causal_sdpa"
 
 
 def fake_copy(
-    model: torch.nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None, cast_buffers: bool = True
+    model: torch.nn.Module,
+    mode: FakeTensorMode,
+    dtype: torch.dtype | None = None,
+    cast_buffers: bool = True,
+    leave_out: Collection[torch.nn.Module] = (),
 ) -> torch.nn.Module:
     """Copies a model onto fake CPU tensors.
 
@@ -34,8 +39,10 @@ def fake_copy(
         mode: the mode the copy's tensors belong to; must not be active.
         dtype: of floating-point parameters and buffers; None: as they are.
         cast_buffers: whether `dtype` holds for buffers too.
+        leave_out: members of ModuleLists that the copy does without; the others are counted anew.
     """
     made: dict[int, Any] = {}
+    dropped = {id(m) for m in leave_out}
 
     def tensor(source: torch.Tensor, cast: bool = cast_buffers) -> torch.Tensor:
         shape = tuple(getattr(source, "ds_shape", source.shape))
@@ -62,7 +69,10 @@ def fake_copy(
                 state[name] = OrderedDict()
         state["_parameters"] = {n: None if p is None else parameter(p) for n, p in source._parameters.items()}
         state["_buffers"] = {n: None if b is None else tensor(b) for n, b in source._buffers.items()}
-        state["_modules"] = {n: None if m is None else module(m) for n, m in source._modules.items()}
+        members = {n: m for n, m in source._modules.items() if id(m) not in dropped}
+        if len(members) < len(source._modules):
+            members = {str(n): m for n, m in enumerate(members.values())}
+        state["_modules"] = {n: None if m is None else module(m) for n, m in members.items()}
         for name, value in list(state.items()):
             if isinstance(value, torch.nn.Module):
                 state[name] = module(value)

@@ -88,33 +88,40 @@ def _attention_type(module: torch.nn.Module, types: list[str] | None, index: int
     return types[index] if types and len(types) == count else ""
 
 
-def shorten(model: torch.nn.Module, blocks: Sequence[Block]) -> list[int]:
-    """Leaves a few blocks of each kind in a copy of the model, in place; returns which ones, in the model's order.
+@dataclass(frozen=True)
+class Selection:
+    """The blocks of a model that stand for all of them."""
 
-    Only containers that are ModuleLists of nothing but blocks lose any. A transformers config that lists its layers'
-    types or their number is replaced by an adapted copy.
+    kept: list[int]  # in the model's order
+    left_out: list[torch.nn.Module]  # members of ModuleLists
+    shortened: dict[str, list[int]]  # container -> which of its members stay
 
-    Args:
-        model: a copy, such as `fake_copy` makes.
-        blocks: those of the original, `blocks_of`.
-    """
-    kept_all: list[int] = []
+
+def select(model: torch.nn.Module, blocks: Sequence[Block]) -> Selection:
+    """A few blocks of each kind. Only containers that are ModuleLists of nothing but blocks lose any."""
+    kept: list[int] = []
+    left_out: list[torch.nn.Module] = []
+    shortened: dict[str, list[int]] = {}
     by_container: dict[str, list[int]] = {}
     for index, block in enumerate(blocks):
         by_container.setdefault(block.container, []).append(index)
     for container, indices in by_container.items():
         holder = model.get_submodule(container)
         if not isinstance(holder, torch.nn.ModuleList) or len(holder) != len(indices):
-            kept_all += indices
+            kept += indices
             continue
-        kept = _representatives([blocks[i].kind for i in indices])
-        kept_all += [indices[k] for k in kept]
-        if len(kept) < len(indices):
-            modules = list(holder._modules.items())
-            holder._modules.clear()
-            holder._modules.update((str(n), modules[k][1]) for n, k in enumerate(kept))
-            _shorten_configs(_owner(model, container), len(indices), kept)
-    return sorted(kept_all)
+        stay = _representatives([blocks[i].kind for i in indices])
+        kept += [indices[k] for k in stay]
+        if len(stay) < len(indices):
+            shortened[container] = stay
+            left_out += [member for k, member in enumerate(holder) if k not in stay]
+    return Selection(sorted(kept), left_out, shortened)
+
+
+def adapt_configs(copied: torch.nn.Module, selection: Selection, original: torch.nn.Module) -> None:
+    """Tells a copy without the blocks left out how many there are: configs that list layers' types or their number."""
+    for container, stay in selection.shortened.items():
+        _shorten_configs(_owner(copied, container), len(original.get_submodule(container)._modules), stay)
 
 
 def _representatives(kinds: Sequence[str]) -> list[int]:

@@ -20,13 +20,13 @@ from training_xpu.blocks import BlockGroup, find_blocks, unwrap
 from training_xpu.errors import UserError
 from training_xpu.recompute.fake_model import fake_copy, use_causal_attention
 from training_xpu.recompute.ledger import PARTS, Peak
-from training_xpu.recompute.model_blocks import Block, blocks_of, shorten
+from training_xpu.recompute.model_blocks import Block, adapt_configs, blocks_of, select
 from training_xpu.recompute.setting import TrainingSetting
 from training_xpu.recompute.timeline import Naming, Timeline, engine_class, interpolated
 from training_xpu.recompute.trace import StepTrace, trace_step
 from training_xpu.recompute.weights import weights_of
 
-SIMULATED = 24  # numbers of recomputed blocks that are simulated where modules are watched; between them, interpolated
+SIMULATED = 16  # numbers of recomputed blocks that are simulated where modules are watched; between them, interpolated
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SWITCHES = ("gradient_checkpointing", "activation_checkpointing")
 
@@ -101,8 +101,10 @@ def _predict(
 ) -> PeakPrediction:
     blocks = blocks_of(groups, model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    small: Any = _copy(model, setting, mode)
-    kept = shorten(small, blocks)
+    selection = select(model, blocks)
+    kept = selection.kept
+    small: Any = _copy(model, setting, mode, selection.left_out)
+    adapt_configs(small, selection, model)
     small.train()
     if hasattr(small, "config"):
         use_causal_attention(small)
@@ -129,7 +131,8 @@ def _predict(
     weights = weights_of(model, [b.module for b in ordered], elements, inputs_bytes * setting.gradient_accumulation)
     index = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     naming = Naming(small, [traced_blocks[i] for i in trace.order], index)
-    timeline = Timeline(trace, traced, ordered, naming, weights)
+    random_state = torch.get_rng_state().nbytes if setting.device_type == "cpu" else 0
+    timeline = Timeline(trace, traced, ordered, naming, weights, random_state)
     peaks = _peaks(timeline, setting, len(ordered))
     return PeakPrediction(
         kinds=tuple(b.kind for b in ordered),
@@ -141,11 +144,13 @@ def _predict(
     )
 
 
-def _copy(model: torch.nn.Module, setting: TrainingSetting, mode: FakeTensorMode) -> torch.nn.Module:
+def _copy(
+    model: torch.nn.Module, setting: TrainingSetting, mode: FakeTensorMode, leave_out: Sequence[torch.nn.Module]
+) -> torch.nn.Module:
     """On fake tensors, with the dtypes that the forward sees: engines with masters compute on low-precision weights."""
     if setting.engine in ("deepspeed", "fsdp") and setting.dtype != "fp32":
-        return fake_copy(model, mode, _LOW[setting.dtype], cast_buffers=False)
-    return fake_copy(model, mode)
+        return fake_copy(model, mode, _LOW[setting.dtype], cast_buffers=False, leave_out=leave_out)
+    return fake_copy(model, mode, leave_out=leave_out)
 
 
 def _names_in_copy(blocks: Sequence[Block], kept: Sequence[int], small: torch.nn.Module) -> list[str]:

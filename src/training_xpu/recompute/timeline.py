@@ -77,12 +77,19 @@ class Naming:
 class BlockSteps:
     """One block of the whole model, kept or recomputed."""
 
-    def __init__(self, trace: BlockTrace, naming: Naming, weights: Weights, shift: int) -> None:
+    def __init__(self, trace: BlockTrace, naming: Naming, weights: Weights, shift: int, beside: int = 0) -> None:
+        """
+        Args:
+            beside: bytes that the block keeps for its backward and that no trace sees.
+        """
         self.before = naming.steps(trace.before, weights, shift)
         self.forward = naming.steps(trace.forward, weights, shift)
         self.backward = naming.steps(trace.backward, weights, shift)
         self.before_backward = naming.steps(trace.before_backward, weights, shift)
         self.runs_backward = bool(trace.backward.name)
+        if beside and self.runs_backward:
+            self.forward.insert(0, Stretch(beside, beside))
+            self.backward.append(Stretch(0, -beside))
         self.input_needs_gradient = bool(trace.before_backward.name)
         self.cast_weights = trace.cast_weights
 
@@ -106,25 +113,32 @@ class Timeline:
         blocks: Sequence[Block],
         naming: Naming,
         weights: Weights,
+        random_state_bytes: int = 0,
     ) -> None:
         """
         Args:
             traced: which blocks of the whole model were traced, in the order of execution.
             blocks: of the whole model, in the order of execution.
+            random_state_bytes: of the generator's state that torch's checkpoint keeps for each recomputed block.
         """
         self.weights = weights
         self.stand_ins = [stand_in(index, traced, blocks) for index in range(len(blocks))]
         self.kept = [BlockSteps(trace.kept[p], naming, weights, i - p) for i, p in enumerate(self.stand_ins)]
         self.recomputed = [
-            BlockSteps(trace.recomputed[p], naming, weights, i - p) for i, p in enumerate(self.stand_ins)
+            BlockSteps(trace.recomputed[p], naming, weights, i - p, random_state_bytes)
+            for i, p in enumerate(self.stand_ins)
         ]
         shift = len(blocks) - len(trace.kept)
         self.heads = [HeadSteps(head, naming, weights, shift) for head in (trace.head, trace.head_after_recomputed)]
 
     def peak(self, setting: TrainingSetting, recomputed: Sequence[bool]) -> Peak:
         """The highest point of a step in its steady state, of the rank that needs most."""
-        ranks = engine_class(setting).ranks(self.weights, setting)
-        return max((self._peak(setting, recomputed, rank) for rank in sorted(ranks)), key=lambda peak: peak.total)
+        ranks = self.weights.worked_out.get(("ranks", setting))
+        if ranks is None:
+            ranks = self.weights.worked_out["ranks", setting] = sorted(
+                engine_class(setting).ranks(self.weights, setting)
+            )
+        return max((self._peak(setting, recomputed, rank) for rank in ranks), key=lambda peak: peak.total)
 
     def _peak(self, setting: TrainingSetting, recomputed: Sequence[bool], rank: int) -> Peak:
         ledger = Ledger()

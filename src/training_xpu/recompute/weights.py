@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -36,6 +37,8 @@ class Weights:
     blocks: tuple[tuple[int, ...], ...]  # for each block in the order of execution: indices of its parameters
     buffer_bytes: int
     inputs_bytes: int = 0
+    # What engines have worked out about them, by their own keys: a plan simulates hundreds of steps.
+    worked_out: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def trained(self) -> list[int]:

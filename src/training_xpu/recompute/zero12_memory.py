@@ -14,7 +14,9 @@ def part_of(elements: int, world_size: int) -> int:
 
 def pieces_of(weights: Weights, part: int) -> dict[int, list[tuple[int, int]]]:
     """For each trained parameter: (rank, elements) of what lies in whose part, in order."""
-    found = {}
+    found: dict[int, list[tuple[int, int]]] = weights.worked_out.setdefault(("pieces", part), {})
+    if found:
+        return found
     offset = 0
     for index in weights.trained:
         end = offset + weights.all[index].numel
