@@ -32,10 +32,10 @@ class Model(torch.nn.Module):
 def main() -> None:
     torch.manual_seed(0)
     model = Model()
-    optimizing = recompute.optimize(model, budget="500MiB")
+    optimizing = recompute.optimize(model, budget="live:200MiB")
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(6):
-        inputs, labels = torch.randn(4096, 256), torch.randint(0, 10, (4096,))
+        inputs, labels = torch.randn(2048, 256), torch.randint(0, 10, (2048,))
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
         loss.backward()
         optimizer.step()

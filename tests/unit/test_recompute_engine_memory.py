@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from training_xpu.errors import UserError
 from training_xpu.recompute.engine_memory import DdpMemory, EngineMemory, Zero0Memory

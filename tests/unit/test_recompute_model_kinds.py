@@ -81,7 +81,7 @@ def test_a_model_of_one_s_own_with_two_kinds_of_layers() -> None:
 
 def test_a_loss_of_one_s_own_is_traced() -> None:
     with torch.device("meta"):
-        model = Own(2)
+        model = Own(4)
     inputs = {"x": torch.empty(512, 64, device="meta")}
     plain = predict_peaks(model, SETTING, inputs=inputs)
     heavy = predict_peaks(model, SETTING, inputs=inputs, loss=lambda out: (out.repeat(1, 500).exp()).sum())

@@ -199,7 +199,7 @@ def test_every_option_of_a_request_is_fixed_by_a_checkpoint_or_may_change() -> N
     """A new option must not be forgotten silently when a run is resumed."""
     may_change = {
         "steps", "save", "save_every", "keep_checkpoints", "resume", "save_model", "report_to",
-        "dataloader_workers", "live_bytes", "node_rank", "rdzv_endpoint", "rdzv_id", "layers", "scale",
+        "dataloader_workers", "live_bytes", "memory_budget", "node_rank", "rdzv_endpoint", "rdzv_id", "layers", "scale",
     }  # fmt: skip
     options = {field.name for field in dataclasses.fields(TrainingRequest)}
     assert options == may_change | set(resume.FIXED)
