@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from training_xpu import envs
 from training_xpu.errors import UserError
 from training_xpu.recompute.budget import VARIABLE, Budget, memory_budget, read_budget
-from training_xpu.seams import RootForward, Step
+from training_xpu.seams import ROOT_FORWARD, RootForward, Step
 
-_controller: Any = None  # of this process's model
+_controller: weakref.ref[Any] | None = None  # of this process's model
 
 
 def available() -> str | None:
@@ -32,12 +33,21 @@ def on_root_forward(event: RootForward) -> None:
     place = envs.distributed()
     device = next(p.device for p in event.module.parameters())
     try:
-        _controller = Controller(event.module, memory_budget(place.local_world_size, device.type))
+        controller = Controller(event.module, memory_budget(place.local_world_size, device.type))
     except NothingToDo as nothing:
         said.stepped_aside(str(nothing))
+        return
+    _controller = weakref.ref(controller)  # the model's hooks hold it, so that it goes with its model
+    weakref.finalize(controller, _next_model).atexit = False
+
+
+def _next_model() -> None:
+    """The model in hand is gone; the next one that trains is taken."""
+    ROOT_FORWARD.subscribe(on_root_forward, owner="recompute")
 
 
 def on_step(event: Step) -> None:
     """After each optimizer step."""
-    if _controller is not None:
-        _controller.after_step()
+    controller = None if _controller is None else _controller()
+    if controller is not None:
+        controller.after_step()

@@ -78,6 +78,7 @@ class BlockHandle:
     def __init__(self, block: torch.nn.Module, shared: Shared) -> None:
         self.block = block
         self.runner = Runner(shared)
+        self.runner.module = weakref.ref(block)
         self.installed = False
 
     def number(self, index: int) -> None:

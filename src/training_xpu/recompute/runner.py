@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from training_xpu.recompute.policies import Mode, SelectivePolicy, offloading
+from training_xpu.recompute.replay import Replay
 
 
 class RecomputeListener(Protocol):
@@ -40,6 +42,7 @@ class Runner:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         self.block = 0  # its number in the switch
+        self.module: weakref.ref[torch.nn.Module] | None = None  # the block
         self.mode = Mode.KEEP
         self.policy = SelectivePolicy()
         self.function: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False)
@@ -55,9 +58,12 @@ class Runner:
             function, args, kwargs = bound.func, bound.args + args, {**bound.keywords, **kwargs}
         if self.mode is Mode.KEEP:
             return function(*args, **kwargs)
-        if not torch.compiler.is_compiling() and _in_checkpoint():
+        compiling = torch.compiler.is_compiling()
+        if not compiling and _in_checkpoint():
             self.by_script = True
             return function(*args, **kwargs)
+        if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
+            return function(*args, **kwargs)  # vmap and grad of torch.func know no saved-tensor hooks
         if self.mode is Mode.OFFLOAD:
             with offloading():
                 return function(*args, **kwargs)
@@ -67,6 +73,9 @@ class Runner:
             call = functools.partial(self._heard, call)
         if self.again is not None:
             call = functools.partial(self._recomputing, self.again, call)
+        module = self.module() if self.module is not None else None
+        if module is not None and not compiling:
+            call = functools.partial(_replayed, Replay(module), call)
         run = self.function
         if self.mode is Mode.SELECTIVE:
             contexts = self.policy.compiled_contexts if torch.compiler.is_compiling() else self.policy.contexts
@@ -99,6 +108,15 @@ class Runner:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(checkpoint, use_reentrant=False).__reduce__()  # type: ignore[return-value]
+
+
+def _replayed(replay: Replay, call: Callable[..., Any], *flat: Any) -> Any:
+    if in_backward():
+        with replay.again():
+            return call(*flat)
+    result = call(*flat)
+    replay.forward_ended()
+    return result
 
 
 def _call(function: Callable[..., Any], positional: int, names: tuple[str, ...], *flat: Any) -> Any:

@@ -138,7 +138,8 @@ _FLAG_INSIDE = {"DeepSpeedEngine": "module", "PipelineEngine": "module"}
 
 
 def _in_training(module: torch.nn.Module) -> bool:
-    if isinstance(module, torch.nn.Embedding):
+    # A parametrization is called while the model is being built, see torch.nn.utils.parametrize.
+    if isinstance(module, torch.nn.Embedding) or type(module).__name__ == "ParametrizationList":
         return False
     inside = next((_FLAG_INSIDE[c.__name__] for c in type(module).__mro__ if c.__name__ in _FLAG_INSIDE), None)
     flagged = module if inside is None else module._modules.get(inside) or module

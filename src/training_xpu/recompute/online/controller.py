@@ -20,14 +20,16 @@ from training_xpu.recompute.online import out_of_memory, recovery, said
 from training_xpu.recompute.online.agreement import agree_on_most, must_agree
 from training_xpu.recompute.online.amounts import BatchShape
 from training_xpu.recompute.online.batch_shape import batch_shape
-from training_xpu.recompute.online.hooks import Hook
-from training_xpu.recompute.online.measure import MeasuredStep, StepMeasurement
+from training_xpu.recompute.online.hooks import Hook, has_hooks_of_a_script
+from training_xpu.recompute.online.measure import MeasuredStep, StepMeasurement, somebody_watches
 from training_xpu.recompute.online.overhead import Overhead
 from training_xpu.recompute.online.plan import Plan, Planner
 from training_xpu.recompute.online.profile import MemoryProfile
+from training_xpu.recompute.runner import in_backward
 from training_xpu.recompute.switch import BlockSwitch, Mode
 
 MOST_REPLANS = 3
+MOST_FORWARDS = 256  # that a step may accumulate
 
 _LEVELS = (Mode.KEEP, Mode.SELECTIVE, Mode.RECOMPUTE)  # each keeps less than the one before
 
@@ -60,10 +62,13 @@ class Controller:
         self.inner = unwrap(root)
         self.budget = budget
         groups = find_blocks(root)
-        self.blocks = [block for group in groups for block in group.modules]
-        self.kinds = [group.kind for group in groups for _ in group.modules]
+        found = [(block, group.kind) for group in groups for block in group.modules]
+        usable = [(block, kind) for block, kind in found if not has_hooks_of_a_script(block)]
+        self.blocks = [block for block, _ in usable]
+        self.kinds = [kind for _, kind in usable]
         if not self.blocks:
-            raise NothingToDo(f"{type(self.inner).__name__} has no repeated blocks")
+            why = "hooks of its script inside every block" if found else "no repeated blocks"
+            raise NothingToDo(f"{type(self.inner).__name__} has {why}")
         self.switch = BlockSwitch(root, self.blocks)
         if not self.switch.can_change:
             raise NothingToDo("the blocks are part of a larger compiled region, which each change would compile anew")
@@ -74,6 +79,10 @@ class Controller:
         self.state = State.WARMING
         self.replans = 0
         self.failed_measurements = 0
+        self.forwards_without_step = 0
+        self._in_backward = False
+        self.key = out_of_memory.job_key(self.inner, self.blocks)
+        self.tighter = recovery.heed_last_start(self.key)
         self.times_ran_out = 0
         self.planner: Planner | None = None
         self._measurement: StepMeasurement | None = None
@@ -85,8 +94,6 @@ class Controller:
         ]
         self.safe = (Mode.RECOMPUTE,) * len(self.blocks)
         self._apply(self.safe)
-        self.key = out_of_memory.job_key(self.inner, self.blocks)
-        self.tighter = recovery.heed_last_start(self.key)
         self._guard = recovery.GuardedForward(self.inner, recovery.can_retry(root), self._tighten, self._out_of_memory)
         self.inner.__dict__["forward"] = self._guard
         self._stop_watching = recovery.watch_backward(self._out_of_memory)
@@ -103,6 +110,11 @@ class Controller:
 
     def after_step(self) -> None:
         """One optimizer step has been taken."""
+        self.forwards_without_step = 0
+        if self.state not in (State.STEADY, State.GIVEN_UP) and in_backward():
+            self.state = State.WARMING
+            self._in_backward = True
+            return
         try:
             measured = self._stop_measuring()
             if self.state is State.WARMING:
@@ -118,6 +130,16 @@ class Controller:
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or not module.training:
+            return
+        if self._in_backward and not self.agree:
+            self._in_backward = False
+            said.stepped_aside("the optimizer steps inside the backward, where a step cannot be measured")
+            self.close()
+            return
+        self.forwards_without_step += 1
+        if self.forwards_without_step == MOST_FORWARDS and self.planner is None and not self.agree:
+            said.stepped_aside(f"no optimizer step was seen in {MOST_FORWARDS} forwards")
+            self.close()
             return
         modes: Sequence[Mode] = self.safe
         plan = None
@@ -149,6 +171,8 @@ class Controller:
 
     def _measure(self, shape: BatchShape, plan: Plan | None) -> None:
         if self._measurement is None:
+            if somebody_watches():
+                return
             self._process_peak.reset()
             self._expected = []
             self._measurement = StepMeasurement(self.root, self.blocks)
@@ -174,7 +198,7 @@ class Controller:
         if self.state is State.CHECKING:
             self.state = State.STEADY
             return
-        raise RuntimeError("no step could be measured, something else watches all operations")
+        raise NothingToDo("no step could be measured, because something else watches all operations")
 
     def _learn(self, measured: MeasuredStep) -> None:
         """Makes the first plan from a step in which every block was recomputed."""
@@ -254,7 +278,7 @@ class Controller:
 
     def _give_up(self, error: Exception) -> None:
         """A fault here must not reach the training."""
-        said.stepped_aside(f"{type(error).__name__}: {error}")
+        said.stepped_aside(str(error) if isinstance(error, NothingToDo) else f"{type(error).__name__}: {error}")
         if self.agree:  # the other ranks go on asking this one
             self._stop_measuring()
             self.state = State.GIVEN_UP

@@ -12,10 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_iter
 
 from training_xpu.recompute.online.amounts import Amount, BatchShape, classify
+from training_xpu.recompute.online.hooks import Hook
 from training_xpu.recompute.policies import is_kept
 from training_xpu.recompute.runner import in_backward
 
@@ -142,6 +148,11 @@ class LiveTensors(TorchDispatchMode):
             self._peak_total, self._peaks = self._total, list(self._lives)
 
 
+def somebody_watches() -> bool:
+    """Whether a dispatch mode of somebody else is on; one that goes before ours would take ours with it."""
+    return bool(_get_current_dispatch_mode_stack())
+
+
 def _items(table: dict[int, weakref.ref[Any]]) -> list[tuple[int, weakref.ref[Any]]]:
     while True:
         try:
@@ -170,8 +181,10 @@ class StepMeasurement:
         for tensor in existing_tensors(self._model):
             self._counter.count(tensor)
         for index, block in enumerate(self._blocks):
-            self._handles.append(block.register_forward_pre_hook(self._before(index), with_kwargs=True, prepend=True))
-            self._handles.append(block.register_forward_hook(self._after(index)))
+            self._handles.append(
+                block.register_forward_pre_hook(Hook(self._before(index)), with_kwargs=True, prepend=True)
+            )
+            self._handles.append(block.register_forward_hook(Hook(self._after(index))))
         self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def begin_micro_batch(self, shape: BatchShape) -> None:
@@ -199,12 +212,22 @@ class StepMeasurement:
         self._handles = []
         self._mark("rest", None)
         self._open = None
-        modes = _get_current_dispatch_mode_stack()
-        if not modes or modes[-1] is not self._counter:
+        if not self._leave():
             return None
-        self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         measured = tuple(m for m in self._micro_batches if m.stretches)
         return MeasuredStep(measured) if measured and self.fault is None else None
+
+    def _leave(self) -> bool:
+        """Takes the counter off torch's stack of modes, from under any that came later; False where it is gone."""
+        later: list[Any] = []
+        while self._counter in _get_current_dispatch_mode_stack():
+            mode = _pop_mode()
+            if mode is self._counter:
+                for other in reversed(later):
+                    _push_mode(other)
+                return not later
+            later.append(mode)
+        return False
 
     def _mark(self, phase: Phase, block: int | None) -> None:
         if self.fault is not None:

@@ -61,7 +61,7 @@ class MemoryProfile:
             modes: of every block of the model.
             batch: of all micro batches; None: as measured.
         """
-        return max(_highest(events, modes) for events in self._events(batch))
+        return _highest([(events, modes) for events in self._events(batch)])
 
     def step(self, micro_batches: Sequence[tuple[Sequence[Mode], BatchShape]]) -> tuple[int, int]:
         """The highest point of one step, and the most that is alive when a forward has returned.
@@ -69,12 +69,12 @@ class MemoryProfile:
         Args:
             micro_batches: modes and shape of each, in their order.
         """
-        peak = after = 0
-        for number, (modes, shape) in enumerate(micro_batches):
-            events = self._events(shape)[min(number, len(self.measured.micro_batches) - 1)]
-            peak = max(peak, _highest(events, modes))
-            after = max(after, _alive_after_forward(events, modes) or 0)
-        return peak, after
+        timeline = [
+            (self._events(shape)[min(number, len(self.measured.micro_batches) - 1)], modes)
+            for number, (modes, shape) in enumerate(micro_batches)
+        ]
+        after = [_alive_after_forward(events, modes) or 0 for events, modes in timeline]
+        return _highest(timeline), max(after, default=0)
 
     def costs(
         self, offered: Sequence[frozenset[Mode]], kinds: Sequence[str], batch: BatchShape
@@ -165,23 +165,25 @@ def _by_size(shape: BatchShape) -> tuple[int, int]:
     return shape.tokens, shape.length
 
 
-def _highest(events: Sequence[_Event], modes: Sequence[Mode]) -> int:
+def _highest(timeline: Sequence[tuple[Sequence[_Event], Sequence[Mode]]]) -> int:
+    """Over micro batches one after the other: a script may run several forwards before their backwards."""
     more = highest = 0
-    for event in events:
-        mode = Mode.RECOMPUTE if event.block is None else modes[event.block]
-        if mode is Mode.KEEP:
-            if event.phase != "recompute" and event.peak:
-                highest = max(highest, more + event.kept_peak)
-            more += event.kept
-        elif mode is Mode.SELECTIVE:
-            if event.phase == "recompute":
-                more += event.selective
-            if event.peak:
-                highest = max(highest, more + (event.kept_peak if event.phase == "forward" else event.peak))
-            if event.phase != "recompute":
-                more += event.selective
-        elif event.peak:
-            highest = max(highest, more + event.peak)
+    for events, modes in timeline:
+        for event in events:
+            mode = Mode.RECOMPUTE if event.block is None else modes[event.block]
+            if mode is Mode.KEEP:
+                if event.phase != "recompute" and event.peak:
+                    highest = max(highest, more + event.kept_peak)
+                more += event.kept
+            elif mode is Mode.SELECTIVE:
+                if event.phase == "recompute":
+                    more += event.selective
+                if event.peak:
+                    highest = max(highest, more + (event.kept_peak if event.phase == "forward" else event.peak))
+                if event.phase != "recompute":
+                    more += event.selective
+            elif event.peak:
+                highest = max(highest, more + event.peak)
     return highest
 
 
@@ -246,15 +248,23 @@ def _order(measured: MeasuredStep) -> tuple[int, ...]:
 
 
 def _block(measured: MeasuredStep, index: int) -> BlockProfile | None:
-    """From the largest micro batch; None where the block was not recomputed in it."""
-    largest = max(measured.micro_batches, key=lambda m: _by_size(m.shape))
+    """Its forward in the largest micro batch and its largest recompute; None where it never was recomputed.
+
+    With several forwards before one backward, the recomputes of all of them come after the last forward.
+    """
+    largest = max(
+        (m for m in measured.micro_batches if any(s.block == index for s in m.stretches)),
+        key=lambda m: _by_size(m.shape),
+    )
     forward = [s for s in largest.stretches if s.block == index and s.phase == "forward"]
-    again = [s for s in largest.stretches if s.block == index and s.phase == "recompute"]
+    again = [s for m in measured.micro_batches for s in m.stretches if s.block == index and s.phase == "recompute"]
     if not forward or not again:
         return None
+    again.sort(key=lambda s: s.end.total - s.start.total)
+    stopped_early = any(index in m.stopped_early for m in measured.micro_batches)
     recomputed, plain = again[-1].end.minus(again[-1].start), forward[-1].end.minus(forward[-1].start)
     output = largest.outputs.get(index, plain)
-    saved = recomputed if index in largest.stopped_early else recomputed.minus(output)
+    saved = recomputed if stopped_early else recomputed.minus(output)
     return BlockProfile(
         in_forward=saved.plus(output).minus(plain),
         saved=saved,

@@ -164,12 +164,19 @@ class GuardedForward:
 def watch_backward(give_up: Callable[[BaseException], None]) -> Callable[[], None]:
     """Has `give_up` hear of memory that runs out in a backward; returns what ends that."""
 
+    method = weakref.WeakMethod(give_up)  # a model that its script lets go of must not be kept alive
+
     def hear(error: BaseException) -> None:
-        if out_of_memory.is_out_of_memory(error):
-            give_up(error)
+        told = method()
+        if told is not None and out_of_memory.is_out_of_memory(error):
+            told(error)
+
+    def stop() -> None:
+        if hear in seams.STEP.backward_faults:
+            seams.STEP.backward_faults.remove(hear)
 
     seams.STEP.backward_faults.append(hear)
-    return functools.partial(seams.STEP.backward_faults.remove, hear)
+    return stop
 
 
 def _random_states() -> list[Any]:

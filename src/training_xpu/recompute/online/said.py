@@ -9,7 +9,6 @@ from training_xpu.recompute.online.overhead import Overhead
 from training_xpu.recompute.online.plan import Plan, StepCheck
 
 FEATURE = "recompute"
-_GIB = 2**30
 
 
 def applied(budget: Budget, overhead: Overhead, plan: Plan, check: StepCheck, replans: int, again: bool) -> None:
@@ -23,8 +22,8 @@ def applied(budget: Budget, overhead: Overhead, plan: Plan, check: StepCheck, re
     predicted_total, measured_total = overhead.total(check.predicted_peak), overhead.total(check.measured_peak)
     how = f" ({plan.policy})" if "selective" in plan.policy else ""
     line = (
-        f"recompute {recomputed} of {total} layers{how}: predicted peak {predicted_total / _GIB:.2f} GiB of "
-        f"{budget.bytes / _GIB:.2f} GiB budget, measured {measured_total / _GIB:.2f} GiB"
+        f"recompute {recomputed} of {total} layers{how}: predicted peak {_size(predicted_total)} of "
+        f"{_size(budget.bytes)} budget, measured {_size(measured_total)}"
     )
     if again:
         line += "; the prediction was off, planning again"
@@ -69,6 +68,10 @@ def ran_out(recomputed: int, now: int, total: int) -> None:
 def stepped_aside(reason: str) -> None:
     report.write(FEATURE, "stepped-aside", reason)
     _print(f"{FEATURE} steps aside: {reason}")
+
+
+def _size(amount: int) -> str:
+    return f"{amount / 2**30:.2f} GiB" if amount >= 2**30 else f"{amount / 2**20:.1f} MiB"
 
 
 def _print(line: str) -> None:
