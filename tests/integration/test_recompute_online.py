@@ -64,8 +64,6 @@ def test_fifty_batches_of_different_lengths_on_two_ranks(
     for lines in said.values():
         assert lines[-1]["layers_total"] == 6
         assert lines[-1]["measured_peak_bytes"] == pytest.approx(lines[-1]["predicted_peak_bytes"], rel=0.05)
-    if engine == "zero3":
-        assert len({tuple(lines[-1]["modes"]) for lines in said.values()}) == 1
 
 
 def test_a_trainer_script_recomputes_what_does_not_fit(training_environment: dict[str, str], tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setenv("TRAINING_XPU_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("TRAINING_XPU_MEMORY_BUDGET", raising=False)
     yield
+    gc.collect()  # a controller that goes later would ask for the next model
     for seam in seams.SEAMS.values():
         for subscription in seam.subscriptions:
             subscription.cancel()
