@@ -85,7 +85,7 @@ def test_a_loss_of_one_s_own_is_traced() -> None:
     inputs = {"x": torch.empty(512, 64, device="meta")}
     plain = predict_peaks(model, SETTING, inputs=inputs)
     heavy = predict_peaks(model, SETTING, inputs=inputs, loss=lambda out: (out.repeat(1, 500).exp()).sum())
-    assert heavy.peaks[0] > plain.peaks[0] + 2 * 4 * 512 * 10 * 500 - 1
+    assert heavy.peaks[0] > plain.peaks[0] + 4 * 512 * 10 * 500  # at least what exp keeps
 
 
 def test_layers_with_different_attention_are_of_different_kinds_and_all_stand_for_themselves() -> None:

@@ -204,10 +204,7 @@ class Controller:
         """Makes the first plan from a step in which every block was recomputed."""
         profile = MemoryProfile(measured)
         if not profile.blocks:
-            said.stepped_aside("recompute had no effect: no block ran a second time in the backward")
-            if not self.agree:
-                self.close()
-            return
+            raise NothingToDo("recompute had no effect: no block was seen to run a second time in the backward")
         held = measured.peak if self.budget.live else self._process_peak.read()
         overhead = Overhead.measured(measured.peak, held, "live" if self.budget.live else self.device.type)
         self.planner = Planner(profile, overhead, self.budget.bytes, self.switch.offered, self.kinds)
@@ -270,10 +267,8 @@ class Controller:
         """Sets the modes; where the script has since set a switch itself, its word holds."""
         if self.switch.apply(modes):
             return True
-        said.stepped_aside("the script has switched checkpointing itself during training")
-        if not self.agree:
-            self.close()
-        self.state = State.GIVEN_UP
+        if self.state is not State.GIVEN_UP:
+            self._give_up(NothingToDo("the script has switched checkpointing itself during training"))
         return False
 
     def _give_up(self, error: Exception) -> None:
