@@ -26,9 +26,11 @@ from memory_cases import Case, build
 from training_xpu.blocks import find_blocks
 from training_xpu.perf.environment import extensions_folder
 from training_xpu.recompute.optimizers import KINDS
+from training_xpu.workloads.live_bytes import living_tensor_bytes
 
 WORLD_SIZE = 2
-TRIES = 3
+TRIES = 5
+ATTEMPTS = 3
 WARM_UP = 3  # steps before the one that is measured: ZeRO-3 looks ahead from its third forward on
 
 
@@ -112,68 +114,64 @@ def _resident(case: Case) -> int:
 def _live(case: Case) -> int:
     """Peak of live tensor bytes of one step.
 
-    Everything since before the model was built is profiled, for the profiler passes over the release of what was
-    allocated before it started. On a busy machine it misses a few events now and then: of some steps the median counts.
+    What is alive before a step is counted tensor by tensor; what comes and goes in it, by the profiler, which runs from
+    before the model is built, for it passes over the release of what was allocated before it started. On a busy machine
+    it misses a few events now and then: steps are measured until most of them agree.
     """
+    for _ in range(ATTEMPTS):
+        peaks = _peaks(case)
+        typical = int(statistics.median(peaks))
+        agreeing = sum(abs(peak - typical) <= 0.001 * typical for peak in peaks)
+        everyone: list[Any] = [None] * WORLD_SIZE
+        dist.all_gather_object(everyone, agreeing > TRIES // 2)
+        if all(everyone):
+            break
+    return typical
+
+
+def _peaks(case: Case) -> list[int]:
+    _give_back()
+    left_over = living_tensor_bytes()  # of earlier cases
+    begun = []
+    before = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
         step, alive = _stepper(case)
         for _ in range(WARM_UP):
             step()
-        gc.collect()
-        begun = []
         for _ in range(TRIES):
+            gc.collect()
+            before.append(living_tensor_bytes() - left_over)
             begun.append(time.time_ns())
             step()
-        gc.collect()
-        # DDP holds its buckets where Python cannot see them, and nothing of what it gives to collectives ever goes.
-        living = None if case.engine == "ddp" else _living_addresses()
-    live = 0
+    live = [0] * TRIES
     peaks = [0] * TRIES
-    for when, size in _changes(running, begun[0], living):
-        live += size
-        if when >= begun[0]:
-            number = bisect_right(begun, when) - 1
-            peaks[number] = max(peaks[number], live)
+    for when, size in _changes(running):
+        number = bisect_right(begun, when) - 1
+        if number >= 0:
+            live[number] += size
+            peaks[number] = max(peaks[number], live[number])
     _destroy(alive)
-    return int(statistics.median(peaks))
+    return [base + peak for base, peak in zip(before, peaks, strict=True)]
 
 
-def _living_addresses() -> set[int]:
-    """Addresses of all tensor storages that Python sees."""
-    found = set()
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor):
-            continue
-        tensors = [thing, thing.grad] if thing.is_leaf else [thing]
-        for tensor in tensors:
-            if tensor is not None and tensor.device.type == "cpu" and tensor.layout == torch.strided:
-                found.add(getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr())
-    return found
-
-
-def _changes(running: profile, measured_from: int, living: set[int] | None) -> list[tuple[int, int]]:
+def _changes(running: profile) -> list[tuple[int, int]]:
     """(time in ns, bytes) of all allocations and releases.
 
-    Gloo's own threads release some of what a collective works on without the profiler seeing it. Such an allocation is
-    known by its address coming up again, by staying for ever though made in a collective, or by being older than the
-    measured steps and not among what is alive after them.
+    Gloo's own threads release some of what a collective works on without the profiler seeing it. Such an allocation,
+    known by its address coming up again or by staying for ever, is released where its collective ends.
     """
     changes = []
-    alive: dict[int, tuple[int, int | None, int]] = {}
+    alive: dict[int, tuple[int, int | None]] = {}
     for when, size, address, collective_end in sorted(_allocations(running), key=lambda a: a[0]):
         if size > 0:
             lost = alive.pop(address, None)
             if lost is not None:
                 changes.append((when - 1 if lost[1] is None else lost[1], -lost[0]))
-            alive[address] = (size, collective_end, when)
+            alive[address] = (size, collective_end)
             changes.append((when, size))
         elif alive.pop(address, None) is not None:
             changes.append((when, size))
-    for address, (size, collective_end, when) in alive.items():
-        if collective_end is not None:
-            changes.append((collective_end, -size))
-        elif living is not None and when < measured_from and address not in living:
-            changes.append((when, -size))
+    changes += [(end, -size) for size, end in alive.values() if end is not None]
     return sorted(changes)
 
 
