@@ -6,11 +6,8 @@ import ctypes
 import gc
 import json
 import os
-import statistics
 import sys
 import tempfile
-import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,18 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
 
+import counting_allocator
 from memory_cases import Case, build
 from training_xpu.blocks import find_blocks
 from training_xpu.perf.environment import extensions_folder
 from training_xpu.recompute.optimizers import KINDS
-from training_xpu.workloads.live_bytes import living_tensor_bytes
 
 WORLD_SIZE = 2
-TRIES = 5
-ATTEMPTS = 3
 WARM_UP = 3  # steps before the one that is measured: ZeRO-3 looks ahead from its third forward on
 
 
@@ -50,6 +43,7 @@ def measure(cases: Sequence[Case], report: Callable[[int, dict[str, Any]], None]
             "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", ""),
         }
         os.environ.update(environment)
+        counting_allocator.build()
         context = mp.start_processes(
             _rank,
             args=(folder, [c.as_dict() for c in cases]),
@@ -74,6 +68,7 @@ def _read(results: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _rank(rank: int, folder: str, cases: list[dict[str, Any]]) -> None:
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     results = (Path(folder) / "results").open("w") if rank == 0 else None
+    counting_allocator.install()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
     store = dist.FileStore(str(Path(folder) / "store"), WORLD_SIZE)
@@ -91,103 +86,18 @@ def _rank(rank: int, folder: str, cases: list[dict[str, Any]]) -> None:
 
 def _measured(case: Case) -> dict[str, Any]:
     _give_back()
+    left_over = counting_allocator.live_bytes()  # of earlier cases
     before = _status("VmRSS")
-    resident = _resident(case)
-    _give_back()
-    live = _live(case)
-    _give_back()
-    return {"live": live, "resident": resident, "resident_before": before}
-
-
-def _resident(case: Case) -> int:
-    """Peak resident set of one step."""
     step, alive = _stepper(case)
     for _ in range(WARM_UP):
         step()
+    gc.collect()
+    counting_allocator.restart_peak()
     Path("/proc/self/clear_refs").write_text("5")
     step()
-    resident = _status("VmHWM")
+    live, resident = counting_allocator.peak_bytes() - left_over, _status("VmHWM")
     _destroy(alive)
-    return resident
-
-
-def _live(case: Case) -> int:
-    """Peak of live tensor bytes of one step.
-
-    What is alive before a step is counted tensor by tensor; what comes and goes in it, by the profiler, which runs from
-    before the model is built, for it passes over the release of what was allocated before it started. On a busy machine
-    it misses a few events now and then: steps are measured until most of them agree.
-    """
-    for _ in range(ATTEMPTS):
-        peaks = _peaks(case)
-        typical = int(statistics.median(peaks))
-        agreeing = sum(abs(peak - typical) <= 0.001 * typical for peak in peaks)
-        everyone: list[Any] = [None] * WORLD_SIZE
-        dist.all_gather_object(everyone, agreeing > TRIES // 2)
-        if all(everyone):
-            break
-    return typical
-
-
-def _peaks(case: Case) -> list[int]:
-    _give_back()
-    left_over = living_tensor_bytes()  # of earlier cases
-    begun = []
-    before = []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
-        step, alive = _stepper(case)
-        for _ in range(WARM_UP):
-            step()
-        for _ in range(TRIES):
-            gc.collect()
-            before.append(living_tensor_bytes() - left_over)
-            begun.append(time.time_ns())
-            step()
-    live = [0] * TRIES
-    peaks = [0] * TRIES
-    for when, size in _changes(running):
-        number = bisect_right(begun, when) - 1
-        if number >= 0:
-            live[number] += size
-            peaks[number] = max(peaks[number], live[number])
-    _destroy(alive)
-    return [base + peak for base, peak in zip(before, peaks, strict=True)]
-
-
-def _changes(running: profile) -> list[tuple[int, int]]:
-    """(time in ns, bytes) of all allocations and releases.
-
-    Gloo's own threads release some of what a collective works on without the profiler seeing it. Such an allocation,
-    known by its address coming up again or by staying for ever, is released where its collective ends.
-    """
-    changes = []
-    alive: dict[int, tuple[int, int | None]] = {}
-    for when, size, address, collective_end in sorted(_allocations(running), key=lambda a: a[0]):
-        if size > 0:
-            lost = alive.pop(address, None)
-            if lost is not None:
-                changes.append((when - 1 if lost[1] is None else lost[1], -lost[0]))
-            alive[address] = (size, collective_end)
-            changes.append((when, size))
-        elif alive.pop(address, None) is not None:
-            changes.append((when, size))
-    changes += [(end, -size) for size, end in alive.values() if end is not None]
-    return sorted(changes)
-
-
-def _allocations(running: profile) -> Iterator[tuple[int, int, int, int | None]]:
-    """(time, bytes, address, end of the collective it was made in); bytes are negative for a release."""
-    results: Any = running.profiler.kineto_results  # type: ignore[union-attr]
-    waiting: list[tuple[Any, int | None]] = [(event, None) for event in results.experimental_event_tree()]
-    while waiting:
-        event, collective_end = waiting.pop()
-        if event.tag == _EventType.Allocation:
-            fields = event.extra_fields
-            yield event.start_time_ns, fields.alloc_size, fields.ptr, collective_end
-            continue
-        if collective_end is None and event.name.startswith(("c10d::", "gloo:")):
-            collective_end = event.end_time_ns
-        waiting += [(child, collective_end) for child in event.children]
+    return {"live": live, "resident": resident, "resident_before": before}
 
 
 def _destroy(alive: list[Any]) -> None:

@@ -25,6 +25,9 @@ _WRAPPERS = {
 }
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 _SWITCHES = ("gradient_checkpointing", "activation_checkpointing")
+# Key of `publish`: how a model's output and loss are computed instead of by its own forward, such as in chunks. The
+# value is a function of the model, or of a copy of it, and the forward's keyword arguments.
+LOSS = "loss"
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,13 @@ def test_what_torch_says_here() -> None:
     assert len(view.accelerators) == torch.accelerator.device_count()
     if view.device_type == "cpu":
         assert ("fp16" in view.dtypes) == torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        assert ("bf16" in view.emulated) == (not torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def test_torch_need_not_be_asked_for_bf16_kernels() -> None:
+    import torch
+
+    assert device.has_bf16_kernels() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def test_importing_device_loads_neither_torch_nor_pydantic() -> None:

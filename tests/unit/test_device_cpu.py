@@ -124,6 +124,20 @@ def test_arm_model_and_instruction_sets(tmp_path: Path) -> None:
     assert device.isa_flags(root) == ["asimd", "bf16", "i8mm", "sve", "sve2"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("flags : avx2 fma f16c", False),
+        ("flags : avx2 avx512f", False),
+        ("flags : avx2 avx512f avx512bw avx512dq avx512vl", True),
+        ("Features : asimd asimdhp", False),
+        ("Features : asimd bf16 i8mm", True),
+    ],
+)
+def test_bf16_kernels_are_told_from_instruction_sets(flags: str, expected: bool, tmp_path: Path) -> None:
+    assert device.has_bf16_kernels(tree(tmp_path, {"/proc/cpuinfo": f"processor : 0\n{flags}\n"})) is expected
+
+
 def test_unknown_arm_part_is_named_by_its_numbers(tmp_path: Path) -> None:
     root = tree(tmp_path, {"/proc/cpuinfo": "processor : 0\nCPU implementer : 0x99\nCPU part : 0x123"})
     assert device.cpu_model(root) == "ARM implementer 0x99 part 0x123"

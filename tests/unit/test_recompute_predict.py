@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
+from training_xpu.blocks import LOSS, publish
 from training_xpu.errors import UserError
 from training_xpu.recompute.ledger import PARTS
 from training_xpu.recompute.live_bytes import Event, LiveBytes, Segment, Stretch
@@ -38,7 +40,20 @@ def plain(dtype: Any = "fp32") -> TrainingSetting:
     return TrainingSetting(dtype=dtype, batch_size=BATCH, sequence_length=LENGTH)
 
 
-def measured_peak(config: Any, recomputed: int, dtype: str) -> int:
+def in_chunks(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
+    """The loss of a Llama from 64 tokens at a time; a chunk's logits are computed again in the backward."""
+
+    def of_chunk(hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model.lm_head(hidden).float(), wanted, reduction="sum")
+
+    hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state.flatten(0, 1)
+    total = torch.zeros(())
+    for part, wanted in zip(hidden.split(64), labels.flatten().split(64), strict=True):
+        total = total + checkpoint(of_chunk, part, wanted, use_reentrant=False)
+    return total / labels.numel()
+
+
+def measured_peak(config: Any, recomputed: int, dtype: str, loss_of: Any = None) -> int:
     """Of the third step of a real model, AdamW's states in place."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
@@ -55,7 +70,7 @@ def measured_peak(config: Any, recomputed: int, dtype: str) -> int:
 
     def step() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16) if dtype == "bf16" else nullcontext():
-            loss = model(input_ids=tokens, labels=tokens).loss
+            loss = loss_of(model, tokens, tokens) if loss_of else model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -85,6 +100,20 @@ def test_predicted_peaks_are_the_measured_ones(family: str, dtype: Any) -> None:
     for recomputed in (0, 2, LAYERS):
         measured = measured_peak(FAMILIES[family](), recomputed, dtype)
         assert predicted.peaks[recomputed] == pytest.approx(measured, rel=0.015), recomputed
+
+
+def test_a_loss_that_another_feature_publishes_is_the_one_that_is_predicted() -> None:
+    sizes = {**SIZES, "vocab_size": 8192, "num_hidden_layers": LAYERS}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
+    whole = predict_peaks(model, plain()).peaks
+    publish(model, LOSS, in_chunks)
+    predicted = predict_peaks(model, plain()).peaks
+    for recomputed in (0, LAYERS):
+        measured = measured_peak(LlamaConfig(**sizes), recomputed, "fp32", in_chunks)
+        assert predicted[recomputed] == pytest.approx(measured, rel=0.015)
+    # Full logits in fp32 and their gradient: 256 tokens instead of 64.
+    assert whole[LAYERS] - predicted[LAYERS] > 2 * (BATCH * LENGTH - 64) * 8192 * 4 * 0.9
 
 
 def test_the_model_asked_about_stays_as_it_was() -> None:

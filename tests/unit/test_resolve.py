@@ -44,6 +44,7 @@ class View:
 
     accelerators: list[Any] = dataclasses.field(default_factory=list)
     dtypes: tuple[str, ...] = ("bf16", "fp32")
+    emulated: tuple[str, ...] = ()
     models_checked: list[Any] = dataclasses.field(default_factory=list)
 
 
@@ -104,7 +105,9 @@ def test_the_device_decides_what_is_not_asked_for(view: View, request_: Training
     assert job_of(request_).dtype == "fp32"
     with pytest.raises(CannotRunHere, match="--dtype bf16: this device cannot train in it"):
         job_of(request_, dtype="bf16")
-    view.dtypes = ("bf16", "fp16", "fp32")
+    view.dtypes, view.emulated = ("bf16", "fp32"), ("bf16",)
+    assert (job_of(request_).dtype, job_of(request_, dtype="bf16").dtype) == ("fp32", "bf16")
+    view.dtypes, view.emulated = ("bf16", "fp16", "fp32"), ()
     view.accelerators = [Accelerator(80 << 30), Accelerator(80 << 30), Accelerator(None)]
     job = job_of(request_)
     assert (job.nproc, job.peak_flops_per_rank, job.peak_source) == (3, PEAK, "measured here")

@@ -121,7 +121,7 @@ def _system(fingerprint: Fingerprint) -> Rows:
             "torch",
             f"{torch.version}, {', '.join(accelerated) or 'CPU only'}{git}{', debug build' if torch.debug else ''}",
         ),
-        ("torch computes in", " ".join(torch.dtypes)),
+        ("torch computes in", " ".join(f"{d} (slowly)" if d in torch.emulated else d for d in torch.dtypes)),
         (
             "torch on CPU",
             f"{torch.cpu_capability} kernels, BLAS {torch.blas or '?'}, {torch.threads} threads",

@@ -137,7 +137,8 @@ def _machine_in_words(machine: Machine) -> str:
     ranks = "1 rank" if machine.ranks == 1 else f"{machine.ranks} ranks, each"
     peak = machine.flops_per_second_per_rank
     speed = f"{peak / 1e12:.3g} TFLOP/s" if peak >= 1e12 else f"{peak / 1e9:.3g} GFLOP/s"
-    return f"{ranks} with {gibibytes(machine.memory_bytes_per_rank)} and {speed} in bf16 ({machine.peak_source})"
+    memory = gibibytes(machine.memory_bytes_per_rank)
+    return f"{ranks} with {memory} and {speed} in {machine.dtype} ({machine.peak_source})"
 
 
 def _count(number: int) -> str:

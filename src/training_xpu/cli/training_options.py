@@ -32,7 +32,10 @@ def shared_options(
     layers: Annotated[int | None, typer.Option(help="Layers of the proxy.", rich_help_panel=WORKLOAD)] = None,
     zero: Annotated[int, typer.Option(help="ZeRO stage of DeepSpeed, 0 to 3.", rich_help_panel=WORKLOAD)] = 3,
     dtype: Annotated[
-        str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 if possible.", rich_help_panel=WORKLOAD)
+        str | None,
+        typer.Option(
+            help="bf16, fp16 or fp32. Default: bf16 if this device has kernels for it.", rich_help_panel=WORKLOAD
+        ),
     ] = None,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Recompute every layer.", rich_help_panel=WORKLOAD)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training_xpu.device.cgroups import OomKills, oom_kill_count, oom_kills
-from training_xpu.device.cpu import Cores, NumaNode, cores, cpu_model, isa_flags, numa_nodes
+from training_xpu.device.cpu import Cores, NumaNode, cores, cpu_model, has_bf16_kernels, isa_flags, numa_nodes
 from training_xpu.device.files import ROOT
 from training_xpu.device.host_memory import Memory, PeakMemory, memory, shared_memory_bytes
 from training_xpu.device.nodes import device_nodes, driver, may_have_accelerator
@@ -35,6 +35,7 @@ __all__ = [
     "cpu_model",
     "device_nodes",
     "driver",
+    "has_bf16_kernels",
     "isa_flags",
     "kind",
     "known_peak",

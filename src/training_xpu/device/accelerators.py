@@ -32,6 +32,7 @@ class TorchView(Record):
     device_type: str  # torch's own name: "cpu", "cuda", "xpu", ...
     accelerators: list[Accelerator] = Field(default_factory=list)
     dtypes: list[str]  # of "bf16", "fp16", "fp32": those this device can train in
+    emulated: list[str] = Field(default_factory=list)  # of these, those it multiplies matrices in many times slower
     cpu_capability: str = ""  # the kernels torch chose: "AVX512", "AVX2", "DEFAULT", ...
     blas: str = ""  # e.g. "mkl"
     libraries: list[str] = Field(default_factory=list)  # lines of torch.__config__.show()
@@ -76,6 +77,7 @@ def torch_view() -> TorchView:
         device_type=device_type,
         accelerators=accelerators,
         dtypes=list_dtypes(device_type),
+        emulated=[] if device_type != "cpu" or _has_bf16_kernels() else ["bf16"],
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         blas=blas[1] if blas else "",
         libraries=[x for x in config if x and not x.startswith(("Build settings", "CPU capability", "C++ Version"))],
@@ -94,6 +96,17 @@ def list_dtypes(device_type: str | None = None) -> list[str]:
         current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device_type = "cpu" if current is None else current.type
     return [name for name in _DTYPES if _trains(name, device_type)]
+
+
+def _has_bf16_kernels() -> bool:
+    """Whether oneDNN multiplies bf16 matrices on this CPU; where not, torch does so element by element.
+
+    The gradient of a linear layer then takes a hundred times as long as in fp32 (x86 with AVX2 alone, torch 2.13).
+    """
+    import torch
+
+    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return bool(asked is not None and asked())
 
 
 def _trains(name: str, device_type: str) -> bool:

@@ -13,8 +13,19 @@ from training_xpu.device.files import ROOT, as_int, at, parse_cpu_list, read_fie
 
 # Those that choose the kernels of matrix multiplications, as /proc/cpuinfo names them (x86 "flags", ARM "Features").
 _ISA = (
-    *("avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
-    *("avx512_fp16", "avx_ne_convert", "amx_tile", "amx_int8", "amx_bf16", "amx_fp16", "avx10_1", "avx10_2"),
+    *("avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    *(
+        "avx512_vnni",
+        "avx512_bf16",
+        "avx512_fp16",
+        "avx_ne_convert",
+        "amx_tile",
+        "amx_int8",
+        "amx_bf16",
+        "amx_fp16",
+        "avx10_1",
+        "avx10_2",
+    ),
     *("asimd", "asimdhp", "asimddp", "asimdfhm", "bf16", "i8mm", "sve", "svebf16", "svei8mm", "sve2", "sme", "sme2"),
 )
 
@@ -74,6 +85,16 @@ def isa_flags(root: Path = ROOT) -> list[str]:
     fields = _cpuinfo(root)
     present = set((fields.get("flags") or fields.get("Features") or "").split())
     return [flag for flag in _ISA if flag in present]
+
+
+def has_bf16_kernels(root: Path = ROOT) -> bool:
+    """Whether torch multiplies bf16 matrices with kernels made for it, told without asking torch.
+
+    oneDNN has them for AVX-512, where they convert to fp32 if need be, and for ARM with bf16 instructions (torch 2.13,
+    aten/src/ATen/native/mkldnn/Utils.h).
+    """
+    flags = set(isa_flags(root))
+    return {"avx512bw", "avx512dq", "avx512vl"} <= flags or "bf16" in flags
 
 
 def cores(root: Path = ROOT) -> Cores:

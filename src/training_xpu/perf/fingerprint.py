@@ -113,6 +113,7 @@ class TorchBuild(Record):
     cpu_capability: str  # the CPU kernels torch chose
     threads: int | None  # intra-op threads in this environment
     dtypes: list[str]  # those this device can train in
+    emulated: list[str] = Field(default_factory=list)  # of these, those without kernels, many times slower
 
 
 class Fingerprint(Record):
@@ -307,6 +308,7 @@ def _torch_build(view: TorchView | None) -> TorchBuild | None:
         cpu_capability=view.cpu_capability,
         threads=_threads(view),
         dtypes=view.dtypes,
+        emulated=view.emulated,
     )
 
 

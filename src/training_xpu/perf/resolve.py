@@ -50,7 +50,7 @@ def resolve(request: TrainingRequest, default_steps: int, say: Callable[[str], N
     view = device.torch_view()
     accelerators = len(view.accelerators)
     nproc = choose_nproc(request.nproc, accelerators)
-    dtype = request.dtype or ("bf16" if "bf16" in view.dtypes else "fp32")
+    dtype = request.dtype or _default_dtype(view, say)
     if dtype not in view.dtypes:
         raise CannotRunHere(f"--dtype {dtype}: this device cannot train in it", "Use " + " or ".join(view.dtypes) + ".")
     if workload.model.is_folder and envs.distributed().local_rank == 0:
@@ -144,6 +144,18 @@ def resolve(request: TrainingRequest, default_steps: int, say: Callable[[str], N
         peak_flops_per_rank=peak_per_rank,
         peak_source=peak.source + shared,
     )
+
+
+def _default_dtype(view: device.TorchView, say: Callable[[str], None]) -> str:
+    """bf16, unless the device has none or runs it many times slower than fp32."""
+    if "bf16" not in view.dtypes:
+        return "fp32"
+    if "bf16" in view.emulated:
+        say(
+            "training in fp32: this CPU has no bf16 kernels and would be many times slower in it (--dtype bf16 insists)"
+        )
+        return "fp32"
+    return "bf16"
 
 
 def with_special_tokens(config: dict[str, Any], data: PreparedData) -> dict[str, Any]:

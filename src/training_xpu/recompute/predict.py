@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from training_xpu.blocks import BlockGroup, find_blocks, unwrap
+from training_xpu.blocks import LOSS, BlockGroup, find_blocks, published, unwrap
 from training_xpu.errors import UserError
 from training_xpu.recompute.fake_model import fake_copy, use_causal_attention
 from training_xpu.recompute.ledger import PARTS, Peak
@@ -111,11 +111,12 @@ def _predict(
     names = _names_in_copy(blocks, kept, small)
     traced_blocks = [small.get_submodule(name) for name in names]
     keywords, inputs_bytes = _inputs(mode, setting, inputs)
-    is_transformers = hasattr(small, "config") and "use_cache" not in keywords and inputs is None
+    if hasattr(small, "config") and "use_cache" not in keywords and inputs is None:
+        keywords["use_cache"] = False
+    run = published(model, LOSS)
 
     def forward() -> torch.Tensor:
-        output = small(**keywords, **({"use_cache": False} if is_transformers else {}))
-        return _loss(output, loss)
+        return _loss(small(**keywords) if run is None else run(small, **keywords), loss)
 
     trace = trace_step(
         small,

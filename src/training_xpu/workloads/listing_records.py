@@ -48,7 +48,8 @@ class ModelEntry(Record):
 class ModelsDocument(Record):
     ranks: int
     memory_bytes_per_rank: int
-    flops_per_second_per_rank: float  # bf16
+    dtype: str  # what a benchmark trains in here
+    flops_per_second_per_rank: float  # in it
     peak_source: str
     models: list[ModelEntry]
 
@@ -57,6 +58,7 @@ def models_document(models: list[Model], machine: Machine) -> ModelsDocument:
     return ModelsDocument(
         ranks=machine.ranks,
         memory_bytes_per_rank=machine.memory_bytes_per_rank,
+        dtype=machine.dtype,
         flops_per_second_per_rank=machine.flops_per_second_per_rank,
         peak_source=machine.peak_source,
         models=[_entry(model, machine) for model in models],
