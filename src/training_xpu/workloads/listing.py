@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 TARGET_DTYPE = "bf16"  # of the devices that models are meant for
 ZERO_STAGE = 3
-# FLOP/s of one core until it is measured, by the widest unit it has, in bf16 or, where there are no kernels for that, in
-# fp32; the order is that of preference.
+# FLOP/s of one core until it is measured, by the widest unit it has: in bf16, or in fp32 where there are no kernels for
+# that. The order is that of preference.
 _ASSUMED_PEAKS = (("amx_bf16", 400e9), ("avx512_bf16", 150e9), ("svebf16", 100e9), ("bf16", 60e9), ("avx2", 60e9))
 _ASSUMED_PEAK = 30e9
 
