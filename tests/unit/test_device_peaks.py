@@ -22,7 +22,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def cpu_only(monkeypatch: pytest.MonkeyPatch) -> accelerators.TorchView:
     """The table and the cache as a machine without accelerators sees them."""
-    view = accelerators.TorchView(torch="2.13.0", kind="cpu", device_type="cpu", dtypes=["bf16", "fp32"])
+    view = accelerators.TorchView(torch="2.13.0", kind="cpu", device_type="cpu", dtypes=["bf16", "fp32"], emulated=[])
     monkeypatch.setattr(accelerators, "torch_view", lambda: view)
     monkeypatch.setattr(nodes, "may_have_accelerator", lambda: False)
     return view
@@ -185,7 +185,12 @@ def test_unwritable_cache_is_no_failure(
 def test_known_accelerator_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     card = accelerators.Accelerator(index=0, name="NVIDIA H100 80GB HBM3", memory_bytes=80 << 30, units=132)
     view = accelerators.TorchView(
-        torch="2.13.0", kind="cuda", device_type="cuda", dtypes=["bf16", "fp16", "fp32"], accelerators=[card]
+        torch="2.13.0",
+        kind="cuda",
+        device_type="cuda",
+        dtypes=["bf16", "fp16", "fp32"],
+        emulated=[],
+        accelerators=[card],
     )
     monkeypatch.setattr(accelerators, "torch_view", lambda: view)
     monkeypatch.setattr(gemm, "measure", lambda dtype, device_type: pytest.fail("measured"))
@@ -199,7 +204,7 @@ def test_known_accelerator_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> N
 def test_unknown_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     card = accelerators.Accelerator(index=0, name="PPU-ZW810E", memory_bytes=96 << 30)
     view = accelerators.TorchView(
-        torch="2.8.0", kind="ppu", device_type="cuda", dtypes=["bf16", "fp32"], accelerators=[card]
+        torch="2.8.0", kind="ppu", device_type="cuda", dtypes=["bf16", "fp32"], emulated=[], accelerators=[card]
     )
     monkeypatch.setattr(accelerators, "torch_view", lambda: view)
     answer = gemm.GemmPeak(flops=1e14, size=8192, repetitions=9, threads=None, quiet=True)

@@ -26,6 +26,7 @@ CPU_VIEW = accelerators.TorchView(
     kind="cpu",
     device_type="cpu",
     dtypes=["bf16", "fp32"],
+    emulated=[],
     cpu_capability="AVX512",
     blas="mkl",
     libraries=["OpenMP 4.5"],

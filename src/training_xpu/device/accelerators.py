@@ -32,7 +32,7 @@ class TorchView(Record):
     device_type: str  # torch's own name: "cpu", "cuda", "xpu", ...
     accelerators: list[Accelerator] = Field(default_factory=list)
     dtypes: list[str]  # of "bf16", "fp16", "fp32": those this device can train in
-    emulated: list[str] = Field(default_factory=list)  # of these, those it multiplies matrices in many times slower
+    emulated: list[str]  # of these, those it multiplies matrices in many times slower
     cpu_capability: str = ""  # the kernels torch chose: "AVX512", "AVX2", "DEFAULT", ...
     blas: str = ""  # e.g. "mkl"
     libraries: list[str] = Field(default_factory=list)  # lines of torch.__config__.show()

@@ -297,7 +297,7 @@ def _peak_file(dtype: str, device: str) -> Path:
 
 
 def _view_file() -> Path:
-    key = json.dumps([torch_version(), cpu.cores().usable_logical, sys.prefix])
+    key = json.dumps([cpu.isa_flags(), torch_version(), cpu.cores().usable_logical, sys.prefix])
     return envs.cache_folder() / "torch" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
