@@ -1,9 +1,10 @@
 """Predicted peak memory of training steps against measured one: live tensor bytes, and the resident set.
 
-Predicted from meta tensors (`training_xpu.recompute.predict`), measured on two ranks over Gloo with the real engines:
-DDP, DeepSpeed's ZeRO 1 to 3 and FSDP2. A fixed fraction of families x engines x dtypes x layers x widths x sequences x
-batches x optimizers x recomputed blocks x LoRA x accumulation x bucket settings: every level of every factor
-occurs equally often, drawn with a fixed seed. Beside it what MemTracker, DeepSpeed's estimators and accelerate say.
+Predicted from meta tensors (`training_xpu.recompute.prediction.predict`), measured on two ranks over Gloo with the real
+engines: DDP, DeepSpeed's ZeRO 1 to 3 and FSDP2. A fixed fraction of families x engines x dtypes x layers x widths x
+sequences x batches x optimizers x recomputed blocks x LoRA x accumulation x bucket settings: every level of every
+factor occurs equally often, drawn with a fixed seed. Beside it what MemTracker, DeepSpeed's estimators and accelerate
+say.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from common import finish, parser, rounds_of
 from memory_cases import Case, build, sample
 from memory_measured import WORLD_SIZE, measure
 from memory_others import accelerate_estimate, deepspeed_estimate, mem_tracker
-from training_xpu.recompute.calibration import Sample, fit
-from training_xpu.recompute.predict import predict_peaks
+from training_xpu.recompute.prediction.calibration import Sample, fit
+from training_xpu.recompute.prediction.predict import predict_peaks
 
 
 def predicted(case: Case) -> dict[str, Any]:

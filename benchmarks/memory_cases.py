@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
-from training_xpu.recompute.setting import TrainingSetting
+from training_xpu.recompute.prediction.setting import TrainingSetting
 
 FAMILIES: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config, "mixtral": MixtralConfig, "gpt2": GPT2Config}
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp")

@@ -21,7 +21,7 @@ import counting_allocator
 from memory_cases import Case, build
 from training_xpu.blocks import find_blocks
 from training_xpu.perf.environment import extensions_folder
-from training_xpu.recompute.optimizers import KINDS
+from training_xpu.recompute.prediction.optimizers import KINDS
 
 WORLD_SIZE = 2
 WARM_UP = 3  # steps before the one that is measured: ZeRO-3 looks ahead from its third forward on

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memory_cases import Case, build
 from training_xpu.blocks import find_blocks
-from training_xpu.recompute.fake_model import use_causal_attention
-from training_xpu.recompute.optimizers import KINDS
+from training_xpu.recompute.prediction.fake_model import use_causal_attention
+from training_xpu.recompute.prediction.optimizers import KINDS
 
 
 def mem_tracker(case: Case) -> int | None:

@@ -30,9 +30,9 @@ from training_xpu.recompute.online.measure import StepMeasurement
 from training_xpu.recompute.online.overhead import Overhead
 from training_xpu.recompute.online.plan import Planner
 from training_xpu.recompute.online.profile import MemoryProfile
-from training_xpu.recompute.predict import predict_peaks
-from training_xpu.recompute.setting import TrainingSetting
-from training_xpu.recompute.switch import BlockSwitch, Mode
+from training_xpu.recompute.prediction.predict import predict_peaks
+from training_xpu.recompute.prediction.setting import TrainingSetting
+from training_xpu.recompute.switching.switch import BlockSwitch, Mode
 from training_xpu.workloads.live_bytes import measure_live_bytes
 
 CHOICES_LIMIT = 0.95

@@ -18,7 +18,7 @@ from training_xpu.perf.calibrate import setting_of_job
 from training_xpu.perf.plan_subject import meta_model
 from training_xpu.perf.records import Estimate, RunRecord, Summary
 from training_xpu.perf.store import owner
-from training_xpu.recompute.predict import predict_peaks
+from training_xpu.recompute.prediction.predict import predict_peaks
 from training_xpu.workloads.config import Dtype, EngineName, FlopShares, JobConfig, PreparedData, Scale
 
 GIB = 2**30

@@ -146,7 +146,7 @@ def same(a: Result, b: Result) -> bool:
 
 def saved_bytes(model: torch.nn.Module) -> int:
     """Bytes alive after a forward while its loss is held: what it has saved, and the weights and inputs it has used."""
-    from training_xpu.recompute.live_bytes import LiveBytes
+    from training_xpu.recompute.prediction.live_bytes import LiveBytes
 
     torch.manual_seed(11)
     with LiveBytes() as counter:

@@ -8,7 +8,7 @@ import pytest
 
 from training_xpu.errors import JobFailed, UserError
 from training_xpu.perf import memory_target
-from training_xpu.recompute.predict import PeakPrediction
+from training_xpu.recompute.prediction.predict import PeakPrediction
 
 MIB = 2**20
 
@@ -83,7 +83,7 @@ def test_a_proxy_recomputes_the_share_of_the_full_model(
     memory = 80 * 2**30
     peaks = [memory * 2 if n < needed else memory // 4 for n in range(17)]
     full = PeakPrediction(("B",) * 16, ("b",) * 16, tuple(peaks), ("",) * 17, ({},) * 17, {})
-    monkeypatch.setattr("training_xpu.recompute.predict.predict_peaks", lambda model, setting: full)
+    monkeypatch.setattr("training_xpu.recompute.prediction.predict.predict_peaks", lambda model, setting: full)
     monkeypatch.setattr("training_xpu.perf.plan_subject.meta_model", lambda config: None)
     job: Any = Job("proxy")
     job.dtype = "bf16"

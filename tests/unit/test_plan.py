@@ -17,7 +17,7 @@ from training_xpu.perf import calibrate, plan
 from training_xpu.perf.plan_records import PlanDocument
 from training_xpu.perf.plan_subject import PlanRequest, build_subject
 from training_xpu.perf.records import RunRecord, Summary
-from training_xpu.recompute.setting import TrainingSetting
+from training_xpu.recompute.prediction.setting import TrainingSetting
 from training_xpu.records import Record
 
 GIB = 2**30

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from training_xpu.errors import UserError
-from training_xpu.recompute.calibration import FEWEST_SAMPLES, Sample, fit, shipped
+from training_xpu.recompute.prediction.calibration import FEWEST_SAMPLES, Sample, fit, shipped
 
 MIB = 2**20
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from training_xpu.recompute.choose import Base, BlockCost, Choice, ModeCost, choose
-from training_xpu.recompute.policies import Mode
+from training_xpu.recompute.switching.policies import Mode
 
 GIB = 2**30
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from training_xpu.errors import UserError
-from training_xpu.recompute.engine_memory import DdpMemory, EngineMemory, Zero0Memory
-from training_xpu.recompute.fsdp_memory import FsdpMemory
-from training_xpu.recompute.ledger import COMMUNICATION, MODEL_STATES, Ledger
-from training_xpu.recompute.live_bytes import Stretch
-from training_xpu.recompute.optimizers import optimizer_bytes
-from training_xpu.recompute.setting import TrainingSetting
-from training_xpu.recompute.weights import Weight, Weights
-from training_xpu.recompute.zero3_memory import Zero3Memory
-from training_xpu.recompute.zero12_memory import Zero12Memory, part_of, pieces_of
+from training_xpu.recompute.prediction.engine_memory import DdpMemory, EngineMemory, Zero0Memory
+from training_xpu.recompute.prediction.fsdp_memory import FsdpMemory
+from training_xpu.recompute.prediction.ledger import COMMUNICATION, MODEL_STATES, Ledger
+from training_xpu.recompute.prediction.live_bytes import Stretch
+from training_xpu.recompute.prediction.optimizers import optimizer_bytes
+from training_xpu.recompute.prediction.setting import TrainingSetting
+from training_xpu.recompute.prediction.weights import Weight, Weights
+from training_xpu.recompute.prediction.zero3_memory import Zero3Memory
+from training_xpu.recompute.prediction.zero12_memory import Zero12Memory, part_of, pieces_of
 
 
 def weights(*shapes: tuple[int, ...], width: int = 4, frozen: tuple[int, ...] = (), blocks: Any = ()) -> Weights:

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen2MoeConfig
 
 from training_xpu.blocks import find_blocks
 from training_xpu.errors import UserError
-from training_xpu.recompute.model_blocks import blocks_of, select
-from training_xpu.recompute.predict import predict_peaks
-from training_xpu.recompute.setting import TrainingSetting
+from training_xpu.recompute.prediction.model_blocks import blocks_of, select
+from training_xpu.recompute.prediction.predict import predict_peaks
+from training_xpu.recompute.prediction.setting import TrainingSetting
 from training_xpu.workloads.live_bytes import measure_live_bytes
 
 SETTING = TrainingSetting(batch_size=2, sequence_length=64)

@@ -18,7 +18,7 @@ from training_xpu import envs, features, seams
 from training_xpu.recompute import feature
 from training_xpu.recompute.budget import Budget
 from training_xpu.recompute.online.controller import Controller, NothingToDo, State
-from training_xpu.recompute.switch import BlockSwitch, Mode
+from training_xpu.recompute.switching.switch import BlockSwitch, Mode
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from training_xpu.recompute.online.controller import Controller, NothingToDo, St
 from training_xpu.recompute.online.measure import LiveTensors, StepMeasurement
 from training_xpu.recompute.online.overhead import Overhead
 from training_xpu.recompute.online.profile import MemoryProfile
-from training_xpu.recompute.switch import BlockSwitch, Mode
+from training_xpu.recompute.switching.switch import BlockSwitch, Mode
 from training_xpu.workloads.live_bytes import measure_live_bytes
 
 GIB = 2**30

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaCo
 
 from training_xpu.blocks import LOSS, publish
 from training_xpu.errors import UserError
-from training_xpu.recompute.ledger import PARTS
-from training_xpu.recompute.live_bytes import Event, LiveBytes, Segment, Stretch
-from training_xpu.recompute.predict import PeakPrediction, predict_peaks
-from training_xpu.recompute.setting import TrainingSetting
+from training_xpu.recompute.prediction.ledger import PARTS
+from training_xpu.recompute.prediction.live_bytes import Event, LiveBytes, Segment, Stretch
+from training_xpu.recompute.prediction.predict import PeakPrediction, predict_peaks
+from training_xpu.recompute.prediction.setting import TrainingSetting
 from training_xpu.workloads.live_bytes import measure_live_bytes
 
 BATCH, LENGTH, LAYERS = 2, 128, 5

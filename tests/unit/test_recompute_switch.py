@@ -25,8 +25,8 @@ from recompute_models import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from training_xpu.recompute.policies import offloading
-from training_xpu.recompute.switch import BlockSwitch, Mode
+from training_xpu.recompute.switching.policies import offloading
+from training_xpu.recompute.switching.switch import BlockSwitch, Mode
 
 KEEP, SELECTIVE, RECOMPUTE = Mode.KEEP, Mode.SELECTIVE, Mode.RECOMPUTE
 

@@ -11,7 +11,7 @@ from recompute_models import Plain, Result, blocks_of, llama, text, train_once
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from training_xpu.recompute.switch import BlockSwitch, Mode
+from training_xpu.recompute.switching.switch import BlockSwitch, Mode
 
 KEEP, SELECTIVE, RECOMPUTE = Mode.KEEP, Mode.SELECTIVE, Mode.RECOMPUTE
 BACKEND = "aot_eager"  # cuts out joint graphs and their recompute as inductor does, without its compiler

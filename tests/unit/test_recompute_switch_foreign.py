@@ -19,8 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from training_xpu.recompute.policies import is_kept
-from training_xpu.recompute.switch import BlockSwitch, Mode
+from training_xpu.recompute.switching.policies import is_kept
+from training_xpu.recompute.switching.switch import BlockSwitch, Mode
 
 KEEP, SELECTIVE, RECOMPUTE = Mode.KEEP, Mode.SELECTIVE, Mode.RECOMPUTE
 

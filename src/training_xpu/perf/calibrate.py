@@ -15,8 +15,8 @@ from training_xpu.perf.plan_records import CalibrationDocument, PlanCalibration
 
 if TYPE_CHECKING:
     from training_xpu.perf.records import RunRecord
-    from training_xpu.recompute.calibration import Calibration, Sample
-    from training_xpu.recompute.setting import TrainingSetting
+    from training_xpu.recompute.prediction.calibration import Calibration, Sample
+    from training_xpu.recompute.prediction.setting import TrainingSetting
     from training_xpu.workloads.config import JobConfig
 
 FOLDER = "calibration"
@@ -97,7 +97,7 @@ def device_kind_of(record: RunRecord) -> str:
 
 def setting_of_job(job: JobConfig, device_type: str) -> TrainingSetting:
     """How a run was trained: engines as `engines/` sets them up, with AdamW and their own defaults."""
-    from training_xpu.recompute.setting import TrainingSetting
+    from training_xpu.recompute.prediction.setting import TrainingSetting
     from training_xpu.workloads.config import EngineName
 
     engine = str(job.engine.value)
@@ -125,7 +125,7 @@ def calibrate_from(folder: Path, say: Callable[[str], None]) -> CalibrationDocum
     Raises:
         UserError: there are too few runs that can be used.
     """
-    from training_xpu.recompute.calibration import FEWEST_SAMPLES, fit
+    from training_xpu.recompute.prediction.calibration import FEWEST_SAMPLES, fit
 
     collected = collect(folder, say)
     enough = {kind: samples for kind, samples in collected.samples.items() if len(samples) >= FEWEST_SAMPLES}
@@ -147,7 +147,7 @@ def calibrate_from(folder: Path, say: Callable[[str], None]) -> CalibrationDocum
 
 
 def _too_few(folder: Path, collected: Collected) -> UserError:
-    from training_xpu.recompute.calibration import FEWEST_SAMPLES
+    from training_xpu.recompute.prediction.calibration import FEWEST_SAMPLES
 
     usable = max((len(samples) for samples in collected.samples.values()), default=0)
     reasons = ", ".join(f"{count} {reason}" for reason, count in collected.passed_over.most_common(3))
@@ -165,8 +165,8 @@ def _sample(record: RunRecord, predicted: dict[str, int]) -> Sample:
         predicted: earlier predictions by model and setting, so that repeated runs cost nothing.
     """
     from training_xpu.perf.plan_subject import meta_model
-    from training_xpu.recompute.calibration import Sample
-    from training_xpu.recompute.predict import predict_peaks
+    from training_xpu.recompute.prediction.calibration import Sample
+    from training_xpu.recompute.prediction.predict import predict_peaks
 
     job, summary = record.config, record.summary
     assert job is not None
@@ -192,7 +192,7 @@ def calibration_for(device_type: str) -> tuple[Calibration, str]:
     Raises:
         UserError: the file is damaged, or from a newer version.
     """
-    from training_xpu.recompute.calibration import Calibration, shipped
+    from training_xpu.recompute.prediction.calibration import Calibration, shipped
 
     file = calibration_file(device_type)
     if file.exists():

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from training_xpu.errors import JobFailed
 from training_xpu.recompute.budget import LIVE, VARIABLE, Budget, memory_limit, read_budget
-from training_xpu.recompute.setting import TrainingSetting
+from training_xpu.recompute.prediction.setting import TrainingSetting
 from training_xpu.workloads import catalogue
 from training_xpu.workloads.config import EngineName, JobConfig
 
 if TYPE_CHECKING:
-    from training_xpu.recompute.predict import PeakPrediction
+    from training_xpu.recompute.prediction.predict import PeakPrediction
 
 FEATURE = "recompute"
 _GIB = 2**30
@@ -64,7 +64,7 @@ def with_memory_budget(job: JobConfig, asked: str | None, device_type: str, say:
 def predict(job: JobConfig, device_type: str) -> PeakPrediction:
     """Peaks of live bytes of the job's model."""
     from training_xpu.perf.plan_subject import meta_model
-    from training_xpu.recompute.predict import predict_peaks
+    from training_xpu.recompute.prediction.predict import predict_peaks
 
     setting = _setting(
         job.engine,
@@ -86,7 +86,7 @@ def scaled_budget(job: JobConfig, proxy: PeakPrediction, say: Callable[[str], No
     """
     from training_xpu.perf.calibrate import calibration_for, engine_key
     from training_xpu.perf.plan_subject import meta_model
-    from training_xpu.recompute.predict import predict_peaks
+    from training_xpu.recompute.prediction.predict import predict_peaks
 
     model = catalogue.resolve(job.workload).model
     target = catalogue.targets()[model.target_device]

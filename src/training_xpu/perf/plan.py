@@ -1,7 +1,7 @@
 """`ljperf plan`: what a training step needs with 0 to all blocks recomputed, and the fewest that fit a rank's memory.
 
-Nothing is run and no weights exist: live tensor bytes are predicted from the model's shapes (`recompute.predict`), what
-the allocator holds beyond them from measured runs (`recompute.calibration`), and the slow-down from FLOPs.
+Nothing is run and no weights exist: live tensor bytes are predicted from the model's shapes, what the allocator holds
+beyond them from measured runs (both in `recompute.prediction`), and the slow-down from FLOPs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from training_xpu.errors import JobFailed, UserError
 from training_xpu.perf.calibrate import calibration_for, calibration_record, engine_key
 from training_xpu.perf.plan_records import PlanDocument, PlanOption, Policy
 from training_xpu.perf.plan_subject import PlanRequest, Subject, build_subject
-from training_xpu.recompute.ledger import HEAD_AND_LOSS
-from training_xpu.recompute.setting import TrainingSetting
+from training_xpu.recompute.prediction.ledger import HEAD_AND_LOSS
+from training_xpu.recompute.prediction.setting import TrainingSetting
 
 if TYPE_CHECKING:
     import torch
 
-    from training_xpu.recompute.predict import PeakPrediction
+    from training_xpu.recompute.prediction.predict import PeakPrediction
 
 OVERHEAD = "overhead"
 GIB = 2**30
@@ -44,7 +44,7 @@ def make_plan(request: PlanRequest, runs_folder: Path) -> PlanDocument:
         subject = build_subject(request)
         setting = setting_of(subject, request)
         _check_blocks(subject)
-        from training_xpu.recompute import predict  # noqa: F401  # what it imports stays too
+        from training_xpu.recompute.prediction import predict  # noqa: F401  # what it imports stays too
     planner = Planner(subject, setting)
     prediction = planner.prediction
     ratios, source = _time_ratios(subject, request, prediction, runs_folder)
@@ -93,7 +93,7 @@ def _objects_that_stay() -> Iterator[None]:
 
 
 def setting_of(subject: Subject, request: PlanRequest) -> TrainingSetting:
-    """The subject in the words of `recompute.predict`; the HF Trainer on several ranks is DDP."""
+    """The subject in the words of `recompute.prediction.predict`; the HF Trainer on several ranks is DDP."""
     engine = subject.engine
     if engine == "transformers":
         engine = "ddp" if subject.world_size > 1 else "plain"
@@ -165,7 +165,7 @@ class Planner:
         self.prediction = self._predict(setting)
 
     def _predict(self, setting: TrainingSetting) -> PeakPrediction:
-        from training_xpu.recompute.predict import predict_peaks
+        from training_xpu.recompute.prediction.predict import predict_peaks
 
         return predict_peaks(self.subject.model, setting, inputs=self.subject.inputs)
 

@@ -82,8 +82,8 @@ def _traced(model: torch.nn.Module, inputs: dict[str, torch.Tensor], blocks: Seq
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    from training_xpu.recompute.fake_model import fake_copy, use_causal_attention
-    from training_xpu.recompute.live_bytes import LiveBytes
+    from training_xpu.recompute.prediction.fake_model import fake_copy, use_causal_attention
+    from training_xpu.recompute.prediction.live_bytes import LiveBytes
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     copy = fake_copy(model, mode)

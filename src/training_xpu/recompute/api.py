@@ -10,7 +10,7 @@ from training_xpu.errors import UserError
 from training_xpu.recompute.budget import Budget, memory_budget, memory_limit, read_budget
 from training_xpu.recompute.online import said
 from training_xpu.recompute.online.controller import Controller, NothingToDo
-from training_xpu.recompute.policies import Mode
+from training_xpu.recompute.switching.policies import Mode
 from training_xpu.seams import ROOT_FORWARD, STEP, RootForward, Step, Subscription
 
 

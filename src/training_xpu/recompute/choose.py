@@ -18,7 +18,7 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix, lil_matrix
 
-from training_xpu.recompute.policies import Mode
+from training_xpu.recompute.switching.policies import Mode
 
 TIME_LIMIT = 0.8  # seconds for the solver
 

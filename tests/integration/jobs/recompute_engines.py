@@ -21,7 +21,7 @@ from recompute_models import VOCABULARY, LoraLinear, Plain, blocks_of, count_run
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from training_xpu.recompute.switch import BlockSwitch, Mode
+from training_xpu.recompute.switching.switch import BlockSwitch, Mode
 
 UPDATES, MICRO_BATCHES = 3, 2
 KEEP, SELECTIVE, RECOMPUTE = Mode.KEEP, Mode.SELECTIVE, Mode.RECOMPUTE

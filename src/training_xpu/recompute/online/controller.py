@@ -25,8 +25,8 @@ from training_xpu.recompute.online.measure import MeasuredStep, StepMeasurement,
 from training_xpu.recompute.online.overhead import Overhead
 from training_xpu.recompute.online.plan import Plan, Planner
 from training_xpu.recompute.online.profile import MemoryProfile
-from training_xpu.recompute.runner import in_backward
-from training_xpu.recompute.switch import BlockSwitch, Mode
+from training_xpu.recompute.switching.runner import in_backward
+from training_xpu.recompute.switching.switch import BlockSwitch, Mode
 
 MOST_REPLANS = 3
 MOST_FORWARDS = 256  # that a step may accumulate

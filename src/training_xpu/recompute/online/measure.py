@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_iter
 
 from training_xpu.recompute.online.amounts import Amount, BatchShape, classify
 from training_xpu.recompute.online.hooks import Hook
-from training_xpu.recompute.policies import is_kept
-from training_xpu.recompute.runner import in_backward
+from training_xpu.recompute.switching.policies import is_kept
+from training_xpu.recompute.switching.runner import in_backward
 
 Phase = Literal["before", "forward", "between", "after", "backward", "recompute", "rest"]
 

@@ -11,7 +11,7 @@ from training_xpu.recompute.online.amounts import BatchShape
 from training_xpu.recompute.online.measure import MeasuredStep
 from training_xpu.recompute.online.overhead import Overhead
 from training_xpu.recompute.online.profile import MemoryProfile
-from training_xpu.recompute.policies import Mode
+from training_xpu.recompute.switching.policies import Mode
 
 TOLERANCE = 0.05
 _MOST_TRIES = 48  # of single changes to a plan

@@ -10,7 +10,7 @@ from functools import lru_cache
 from training_xpu.recompute.choose import Base, BlockCost, ModeCost
 from training_xpu.recompute.online.amounts import Amount, BatchShape
 from training_xpu.recompute.online.measure import MeasuredStep, MicroBatch, Phase, Stretch
-from training_xpu.recompute.policies import Mode
+from training_xpu.recompute.switching.policies import Mode
 
 _ALIKE = 0.01  # blocks of one kind whose bytes differ less cost the same
 

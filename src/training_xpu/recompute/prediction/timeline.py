@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from training_xpu.recompute.engine_memory import DdpMemory, EngineMemory, Zero0Memory
-from training_xpu.recompute.fsdp_memory import FsdpMemory
-from training_xpu.recompute.ledger import Ledger, Peak
-from training_xpu.recompute.live_bytes import Segment, Stretch
-from training_xpu.recompute.model_blocks import Block
-from training_xpu.recompute.setting import TrainingSetting
-from training_xpu.recompute.trace import BlockTrace, HeadTrace, StepTrace
-from training_xpu.recompute.weights import Weights
-from training_xpu.recompute.zero3_memory import Zero3Memory
-from training_xpu.recompute.zero12_memory import Zero12Memory
+from training_xpu.recompute.prediction.engine_memory import DdpMemory, EngineMemory, Zero0Memory
+from training_xpu.recompute.prediction.fsdp_memory import FsdpMemory
+from training_xpu.recompute.prediction.ledger import Ledger, Peak
+from training_xpu.recompute.prediction.live_bytes import Segment, Stretch
+from training_xpu.recompute.prediction.model_blocks import Block
+from training_xpu.recompute.prediction.setting import TrainingSetting
+from training_xpu.recompute.prediction.trace import BlockTrace, HeadTrace, StepTrace
+from training_xpu.recompute.prediction.weights import Weights
+from training_xpu.recompute.prediction.zero3_memory import Zero3Memory
+from training_xpu.recompute.prediction.zero12_memory import Zero12Memory
 
 # A segment whose events name parameters and modules of the whole model: a stretch, a parameter whose gradient is there,
 # or (event, module, its parameters).

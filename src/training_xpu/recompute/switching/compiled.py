@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from training_xpu.blocks import class_names, unwrap
-from training_xpu.recompute.handles import BlockHandle, FlagHandle, ForwardHandle, WrapperHandle, has_flag
-from training_xpu.recompute.policies import Mode
-from training_xpu.recompute.runner import Shared
+from training_xpu.recompute.switching.handles import BlockHandle, FlagHandle, ForwardHandle, WrapperHandle, has_flag
+from training_xpu.recompute.switching.policies import Mode
+from training_xpu.recompute.switching.runner import Shared
 
 
 def is_compiled_function(function: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from training_xpu.errors import UserError
-from training_xpu.recompute.live_bytes import LiveBytes
+from training_xpu.recompute.prediction.live_bytes import LiveBytes
 
 _FUSED = ("adamw", "adam")
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from training_xpu.recompute.engine_memory import EngineMemory
-from training_xpu.recompute.setting import TrainingSetting
-from training_xpu.recompute.weights import Weights
+from training_xpu.recompute.prediction.engine_memory import EngineMemory
+from training_xpu.recompute.prediction.setting import TrainingSetting
+from training_xpu.recompute.prediction.weights import Weights
 
 
 def part_of(elements: int, world_size: int) -> int:

@@ -6,10 +6,10 @@ one allocates and frees there. The formulas name the file they were read from.
 
 from __future__ import annotations
 
-from training_xpu.recompute.ledger import Ledger
-from training_xpu.recompute.optimizers import OptimizerBytes, optimizer_bytes
-from training_xpu.recompute.setting import TrainingSetting
-from training_xpu.recompute.weights import Weights
+from training_xpu.recompute.prediction.ledger import Ledger
+from training_xpu.recompute.prediction.optimizers import OptimizerBytes, optimizer_bytes
+from training_xpu.recompute.prediction.setting import TrainingSetting
+from training_xpu.recompute.prediction.weights import Weights
 
 
 class EngineMemory:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from training_xpu.recompute.live_bytes import LiveBytes, Segment
+from training_xpu.recompute.prediction.live_bytes import LiveBytes, Segment
 
 EMPTY = Segment("", ())
 

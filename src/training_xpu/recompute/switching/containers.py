@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from training_xpu.recompute.handles import ABSENT, FLAGS, BlockHandle, FlagHandle, put_back
-from training_xpu.recompute.policies import Mode
-from training_xpu.recompute.runner import Shared, cache_among
+from training_xpu.recompute.switching.handles import ABSENT, FLAGS, BlockHandle, FlagHandle, put_back
+from training_xpu.recompute.switching.policies import Mode
+from training_xpu.recompute.switching.runner import Shared, cache_among
 
 
 @dataclass

@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from training_xpu.blocks import LOSS, BlockGroup, find_blocks, published, unwrap
 from training_xpu.errors import UserError
-from training_xpu.recompute.fake_model import fake_copy, use_causal_attention
-from training_xpu.recompute.ledger import PARTS, Peak
-from training_xpu.recompute.model_blocks import Block, adapt_configs, blocks_of, select
-from training_xpu.recompute.setting import TrainingSetting
-from training_xpu.recompute.timeline import Naming, Timeline, engine_class, interpolated
-from training_xpu.recompute.trace import StepTrace, trace_step
-from training_xpu.recompute.weights import weights_of
+from training_xpu.recompute.prediction.fake_model import fake_copy, use_causal_attention
+from training_xpu.recompute.prediction.ledger import PARTS, Peak
+from training_xpu.recompute.prediction.model_blocks import Block, adapt_configs, blocks_of, select
+from training_xpu.recompute.prediction.setting import TrainingSetting
+from training_xpu.recompute.prediction.timeline import Naming, Timeline, engine_class, interpolated
+from training_xpu.recompute.prediction.trace import StepTrace, trace_step
+from training_xpu.recompute.prediction.weights import weights_of
 
 SIMULATED = 16  # numbers of recomputed blocks that are simulated where modules are watched; between them, interpolated
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}

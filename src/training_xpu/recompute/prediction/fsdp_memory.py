@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from training_xpu.recompute.engine_memory import EngineMemory
+from training_xpu.recompute.prediction.engine_memory import EngineMemory
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
-from training_xpu.recompute.engine_memory import EngineMemory
+from training_xpu.recompute.prediction.engine_memory import EngineMemory
 
 
 class Zero3Memory(EngineMemory):

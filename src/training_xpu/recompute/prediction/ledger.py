@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from training_xpu.recompute.live_bytes import Stretch
+from training_xpu.recompute.prediction.live_bytes import Stretch
 
 MODEL_STATES = "model states"  # weights, masters, gradients, optimizer states, buffers, inputs
 COMMUNICATION = "communication buffers"  # gathered weights, buckets, what collectives work on

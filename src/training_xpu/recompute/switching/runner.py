@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from training_xpu.recompute.policies import Mode, SelectivePolicy, offloading
-from training_xpu.recompute.replay import Replay
+from training_xpu.recompute.switching.policies import Mode, SelectivePolicy, offloading
+from training_xpu.recompute.switching.replay import Replay
 
 
 class RecomputeListener(Protocol):

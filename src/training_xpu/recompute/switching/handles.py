@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from training_xpu.blocks import class_names
-from training_xpu.recompute.policies import Mode
-from training_xpu.recompute.runner import Runner, Shared, cache_among
+from training_xpu.recompute.switching.policies import Mode
+from training_xpu.recompute.switching.runner import Runner, Shared, cache_among
 
 FLAGS = ("gradient_checkpointing", "activation_checkpointing")
 ABSENT = object()

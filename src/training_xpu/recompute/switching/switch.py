@@ -13,18 +13,18 @@ from collections.abc import Callable, Sequence
 import torch
 
 from training_xpu.blocks import class_names, unwrap, wrapped
-from training_xpu.recompute.compiled import CompiledHandle, inside_compiled, is_compiled
-from training_xpu.recompute.containers import Containers
-from training_xpu.recompute.handles import (
+from training_xpu.recompute.switching.compiled import CompiledHandle, inside_compiled, is_compiled
+from training_xpu.recompute.switching.containers import Containers
+from training_xpu.recompute.switching.handles import (
     BlockHandle,
     FlagHandle,
     ForwardHandle,
     WrapperHandle,
     has_flag,
 )
-from training_xpu.recompute.megatron import check_order, megatron_handles
-from training_xpu.recompute.policies import Mode
-from training_xpu.recompute.runner import RecomputeListener, Shared
+from training_xpu.recompute.switching.megatron import check_order, megatron_handles
+from training_xpu.recompute.switching.policies import Mode
+from training_xpu.recompute.switching.runner import RecomputeListener, Shared
 
 __all__ = ["BlockSwitch", "Mode"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from training_xpu.recompute.handles import BlockHandle
-from training_xpu.recompute.policies import Mode
-from training_xpu.recompute.runner import Shared
+from training_xpu.recompute.switching.handles import BlockHandle
+from training_xpu.recompute.switching.policies import Mode
+from training_xpu.recompute.switching.runner import Shared
 
 _SETTINGS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
