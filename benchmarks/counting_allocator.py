@@ -7,19 +7,28 @@ the first tensor that is to be counted; a process keeps it to its end.
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
+
+FOLDER = "COUNTING_ALLOCATOR_FOLDER"  # variable with the folder it was compiled in
 
 
 @functools.cache
 def _extension() -> Any:
     from torch.utils.cpp_extension import load
 
-    return load("counting_allocator", [str(Path(__file__).with_suffix(".cpp"))], extra_cflags=["-O2"])
+    source = str(Path(__file__).with_suffix(".cpp"))
+    return load("counting_allocator", [source], extra_cflags=["-O2"], build_directory=os.environ[FOLDER])
 
 
-def build() -> None:
-    """Compiles it, once per machine, before processes that need it start side by side."""
+def build(folder: Path) -> None:
+    """Compiles it into a folder of the run's own: torch's common one keeps the lock of a build that was killed.
+
+    Processes started afterwards find it there.
+    """
+    folder.mkdir()
+    os.environ[FOLDER] = str(folder)
     _extension()
 
 

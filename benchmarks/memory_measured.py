@@ -24,6 +24,7 @@ from training_xpu.perf.environment import extensions_folder
 from training_xpu.recompute.prediction.optimizers import KINDS
 
 WORLD_SIZE = 2
+_LINEAR = torch.nn.functional.linear
 WARM_UP = 3  # steps before the one that is measured: ZeRO-3 looks ahead from its third forward on
 
 
@@ -43,7 +44,7 @@ def measure(cases: Sequence[Case], report: Callable[[int, dict[str, Any]], None]
             "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", ""),
         }
         os.environ.update(environment)
-        counting_allocator.build()
+        counting_allocator.build(Path(folder) / "counting_allocator")
         context = mp.start_processes(
             _rank,
             args=(folder, [c.as_dict() for c in cases]),
@@ -101,6 +102,7 @@ def _measured(case: Case) -> dict[str, Any]:
 
 
 def _destroy(alive: list[Any]) -> None:
+    torch.nn.functional.linear = _LINEAR  # DeepSpeed puts one of its own there under ZeRO-3, for ever
     for thing in alive:
         if hasattr(thing, "destroy"):
             thing.destroy()

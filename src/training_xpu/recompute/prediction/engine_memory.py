@@ -6,6 +6,8 @@ one allocates and frees there. The formulas name the file they were read from.
 
 from __future__ import annotations
 
+import torch
+
 from training_xpu.recompute.prediction.ledger import Ledger
 from training_xpu.recompute.prediction.optimizers import OptimizerBytes, optimizer_bytes
 from training_xpu.recompute.prediction.setting import TrainingSetting
@@ -31,6 +33,10 @@ class EngineMemory:
     def ranks(cls, weights: Weights, setting: TrainingSetting) -> set[int]:
         """Ranks one of which needs most."""
         return {0}
+
+    @classmethod
+    def adapt(cls, model: torch.nn.Module, setting: TrainingSetting) -> None:
+        """Changes a copy of the model as the engine changes the model."""
 
     def set_up(self) -> None:
         """Books what is alive between two steps."""

@@ -26,7 +26,10 @@ from training_xpu.recompute.prediction.timeline import Naming, Timeline, engine_
 from training_xpu.recompute.prediction.trace import StepTrace, trace_step
 from training_xpu.recompute.prediction.weights import weights_of
 
-SIMULATED = 16  # numbers of recomputed blocks that are simulated where modules are watched; between them, interpolated
+# Where an engine watches modules a simulation is slow, and peaks of more blocks than these are interpolated where the
+# simulated ones lie on a line to within this share.
+SIMULATED_WHOLE = 16
+ON_A_LINE = 5e-4
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SWITCHES = ("gradient_checkpointing", "activation_checkpointing")
 
@@ -106,6 +109,7 @@ def _predict(
     small: Any = _copy(model, setting, mode, selection.left_out)
     adapt_configs(small, selection, model)
     small.train()
+    engine_class(setting).adapt(small, setting)
     if hasattr(small, "config"):
         use_causal_attention(small)
     names = _names_in_copy(blocks, kept, small)
@@ -250,10 +254,20 @@ def _peaks(timeline: Timeline, setting: TrainingSetting, count: int) -> list[Pea
     def simulate(number: int) -> Peak:
         return timeline.peak(setting, [i < number for i in range(count)])
 
-    if not engine_class(setting).watches_modules or count <= SIMULATED:
+    if not engine_class(setting).watches_modules or count <= SIMULATED_WHOLE:
         return [simulate(n) for n in range(count + 1)]
-    wanted = {round(k * count / SIMULATED) for k in range(SIMULATED + 1)} | {1, count - 1}
-    sampled = {n: simulate(n) for n in sorted(wanted)}
+    sampled = {n: simulate(n) for n in (0, 1, count - 1, count)}
+    intervals = [(1, count - 1)]
+    while intervals:
+        first, last = intervals.pop()
+        if last - first < 2:
+            continue
+        middle = (first + last) // 2
+        sampled[middle] = simulate(middle)
+        share = (middle - first) / (last - first)
+        line = sampled[first].total * (1 - share) + sampled[last].total * share
+        if abs(sampled[middle].total - line) > ON_A_LINE * line:
+            intervals += [(first, middle), (middle, last)]
     result = []
     for below, above, share in interpolated(sampled, count):
         low, high = sampled[below], sampled[above]

@@ -38,6 +38,7 @@ class TrainingSetting:
     sub_group_elements: int = 1_000_000_000
     overlap_comm: bool | None = None  # None: on for stage 3 alone
     contiguous_gradients: bool = True
+    memory_efficient_linear: bool = True
 
     bucket_cap_mb: int = 25
     gradient_as_bucket_view: bool = False

@@ -84,25 +84,23 @@ def trace_step(
     gc.disable()
     try:
         set_recompute(False)
-        order = _call_order(blocks, forward, mode, autocast)
-        ordered = [blocks[i] for i in order]
-        kept = _run(model, ordered, forward, mode, autocast, module_events)
+        kept, order = _run(model, blocks, forward, mode, autocast, module_events)
         set_recompute(True)
-        recomputed = _run(model, ordered, forward, mode, autocast, module_events)
+        recomputed, _ = _run(model, blocks, forward, mode, autocast, module_events)
     finally:
         set_recompute(False)
         if collecting:
             gc.enable()
-    weights = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in ordered]
+    weights = [sum(p.numel() for p in blocks[i].parameters() if p.requires_grad) for i in order]
     cast = -kept["end-of-forward"].net
     released = -cast - recomputed["end-of-forward"].net
     shares = [released * numel // max(1, sum(weights)) for numel in weights]
     return StepTrace(
         order=tuple(order),
-        kept=_traces(kept, [0] * len(ordered)),
+        kept=_traces(kept, [0] * len(order)),
         recomputed=_traces(recomputed, shares),
-        head=_head(kept, len(ordered), cast),
-        head_after_recomputed=_head(recomputed, len(ordered), cast),
+        head=_head(kept, len(order), cast),
+        head_after_recomputed=_head(recomputed, len(order), cast),
     )
 
 
@@ -123,30 +121,6 @@ def _traces(segments: dict[str, Segment], cast: Sequence[int]) -> tuple[BlockTra
     )
 
 
-def _call_order(
-    blocks: Sequence[torch.nn.Module],
-    forward: Callable[[], torch.Tensor],
-    mode: FakeTensorMode,
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> list[int]:
-    calls: list[int] = []
-
-    def note(index: int) -> Callable[..., None]:
-        return lambda *arguments: calls.append(index)
-
-    handles = [block.register_forward_pre_hook(note(index)) for index, block in enumerate(blocks)]
-    try:
-        with mode, LiveBytes(), autocast(), torch.no_grad():
-            forward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    if sorted(calls) != list(range(len(blocks))):
-        idle = len(set(range(len(blocks))) - set(calls))
-        raise ValueError(f"{idle} blocks do not run" if idle else "a block runs more than once in a forward")
-    return calls
-
-
 def _run(
     model: torch.nn.Module,
     blocks: Sequence[torch.nn.Module],
@@ -154,18 +128,24 @@ def _run(
     mode: FakeTensorMode,
     autocast: Callable[[], AbstractContextManager[Any]],
     module_events: bool,
-) -> dict[str, Segment]:
+) -> tuple[dict[str, Segment], list[int]]:
+    """The segments of one step, and which of the blocks ran first, second, ..."""
     counter = LiveBytes()
     in_backward = False
+    order: list[int] = []
     # A tensor's hooks run in the order in which they were registered, so that where a block's output is the next one's
     # input, one hook does for both.
     last_output: list[Any] = [None]
     handed_on: set[int] = set()
 
-    def before(index: int) -> Callable[..., None]:
+    def before(block: int) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
             if in_backward:
                 return
+            if block in order:
+                raise ValueError("a block runs more than once in a forward")
+            order.append(block)
+            index = len(order) - 1
             hidden = _first_tensor((args, kwargs))
             if hidden is not None and hidden is last_output[0]:
                 handed_on.add(index - 1)
@@ -184,10 +164,11 @@ def _run(
 
         return hook
 
-    def after(index: int) -> Callable[..., None]:
+    def after(block: int) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
             if in_backward:
                 return
+            index = order.index(block)
             hidden = _first_tensor(output)
             if hidden is not None and hidden.requires_grad:
                 hidden.register_hook(arrived(index))  # type: ignore[no-untyped-call]
@@ -208,6 +189,8 @@ def _run(
             with autocast():
                 loss = forward()
                 counter.mark("end-of-forward")
+            if len(order) < len(blocks):
+                raise ValueError(f"{len(blocks) - len(order)} blocks do not run")
             in_backward = True
             counter.mark("head-backward")
             loss.backward()  # type: ignore[no-untyped-call]
@@ -217,7 +200,7 @@ def _run(
             handle.remove()
         for parameter in model.parameters():
             parameter.grad = None
-    return {segment.name: segment for segment in counter.segments}
+    return {segment.name: segment for segment in counter.segments}, order
 
 
 @contextmanager

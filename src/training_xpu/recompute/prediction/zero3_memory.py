@@ -10,13 +10,22 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
+import torch
+
 from training_xpu.recompute.prediction.engine_memory import EngineMemory
+from training_xpu.recompute.prediction.setting import TrainingSetting
+from training_xpu.recompute.prediction.zero3_linear import use_zero3_linear
 
 
 class Zero3Memory(EngineMemory):
     """Follows stage3.py for gradients and the update, and partitioned_param_coordinator.py for weights."""
 
     watches_modules = True
+
+    @classmethod
+    def adapt(cls, model: torch.nn.Module, setting: TrainingSetting) -> None:
+        if setting.memory_efficient_linear:
+            use_zero3_linear(model)
 
     def set_up(self) -> None:
         weights, setting = self.weights, self.setting
