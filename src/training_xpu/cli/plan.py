@@ -97,8 +97,11 @@ def plan(
 
         check_plot_path(plot)
     from training_xpu import envs
-    from training_xpu.perf.plan import does_not_fit, make_plan
-    from training_xpu.perf.plan_subject import PlanRequest
+    from training_xpu.perf.garbage import objects_that_stay
+
+    with objects_that_stay():
+        from training_xpu.perf.plan import does_not_fit, make_plan
+        from training_xpu.perf.plan_subject import PlanRequest
 
     request = PlanRequest(
         model=model,

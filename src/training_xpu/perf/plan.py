@@ -6,9 +6,7 @@ beyond them from measured runs (both in `recompute.prediction`), and the slow-do
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from training_xpu.blocks import find_blocks
 from training_xpu.errors import JobFailed, UserError
 from training_xpu.perf.calibrate import calibration_for, calibration_record, engine_key
+from training_xpu.perf.garbage import objects_that_stay
 from training_xpu.perf.plan_records import PlanDocument, PlanOption, Policy
 from training_xpu.perf.plan_subject import PlanRequest, Subject, build_subject
 from training_xpu.recompute.prediction.ledger import HEAD_AND_LOSS
@@ -40,7 +39,7 @@ def make_plan(request: PlanRequest, runs_folder: Path) -> PlanDocument:
     Raises:
         UserError: the request is wrong, or the memory of its model cannot be predicted.
     """
-    with _objects_that_stay():
+    with objects_that_stay():
         subject = build_subject(request)
         setting = setting_of(subject, request)
         _check_blocks(subject)
@@ -74,22 +73,6 @@ def make_plan(request: PlanRequest, runs_folder: Path) -> PlanDocument:
         suggestions=suggestions(planner) if recommended is None else [],
         calibration=calibration_record(planner.calibration, planner.calibration_source),
     )
-
-
-@contextmanager
-def _objects_that_stay() -> Iterator[None]:
-    """Around imports and the building of a model: the garbage collector leaves what they make alone.
-
-    That is several hundred thousand objects, and going through them again and again takes a quarter of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def setting_of(subject: Subject, request: PlanRequest) -> TrainingSetting:
