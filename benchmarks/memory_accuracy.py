@@ -30,6 +30,7 @@ def predicted(case: Case) -> dict[str, Any]:
         model = build(case)
     prediction = predict_peaks(model, case.setting(WORLD_SIZE))
     return {
+        "untouched": prediction.untouched_bytes,
         "predicted": prediction.peaks[case.recomputed],
         "phase": prediction.phases[case.recomputed],
         "parts": prediction.parts(case.recomputed),
@@ -48,16 +49,23 @@ def resident_coverage(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
         Share of rows inside their interval, and the median absolute relative error.
     """
     samples = [
-        Sample(r["engine"], r["predicted"], r["live"], max(1, r["resident"] - r["resident_before"])) for r in rows
+        Sample(
+            r["engine"],
+            r["predicted"] - r["untouched"],
+            r["live"] - r["untouched"],
+            max(1, r["resident"] - r["resident_before"]),
+        )
+        for r in rows
     ]
     inside = []
     errors = []
     for index, row in enumerate(rows):
         fitted = fit([s for i, s in enumerate(samples) if i != index], "cpu", "C library", "the other cases")
-        low, high = fitted.interval(row["predicted"], row["engine"])
+        resident = row["predicted"] - row["untouched"]
+        low, high = fitted.interval(resident, row["engine"])
         before = row["resident_before"]
         inside.append(before + low <= row["resident"] <= before + high)
-        errors.append(abs((before + fitted.expected(row["predicted"], row["engine"])) / row["resident"] - 1))
+        errors.append(abs((before + fitted.expected(resident, row["engine"])) / row["resident"] - 1))
         row["resident_interval"] = [before + low, before + high]
     return statistics.fmean(inside), statistics.median(errors)
 

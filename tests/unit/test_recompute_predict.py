@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -221,3 +222,16 @@ def test_what_was_there_before_does_not_count_when_it_is_viewed() -> None:
         copied = view + 1
         counter.mark("end")
     assert counter.segments[0].net == copied.nbytes
+
+
+@pytest.mark.parametrize(("stage", "buckets"), [(1, 1), (2, 1), (3, 1)])
+def test_what_gradients_never_reach_of_a_bucket_is_told(stage: int, buckets: int) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
+    elements = sum(p.numel() for p in model.parameters())
+    setting = TrainingSetting(engine="deepspeed", zero_stage=stage, world_size=2, batch_size=2, sequence_length=32)
+    prediction = predict_peaks(model, setting)
+    assert prediction.untouched_bytes == (buckets * 500_000_000 - elements) * 4
+    small = predict_peaks(model, replace(setting, reduce_bucket_elements=elements // 2))
+    assert small.untouched_bytes == 0
+    assert predict_peaks(model, replace(setting, device_type="cuda")).untouched_bytes == 0

@@ -38,6 +38,11 @@ class EngineMemory:
     def adapt(cls, model: torch.nn.Module, setting: TrainingSetting) -> None:
         """Changes a copy of the model as the engine changes the model."""
 
+    @classmethod
+    def untouched_bytes(cls, weights: Weights, setting: TrainingSetting) -> int:
+        """Live bytes that nothing is ever written to: on CPUs they do not become resident."""
+        return 0
+
     def set_up(self) -> None:
         """Books what is alive between two steps."""
         self.ledger.keep(sum(w.nbytes for w in self.weights.all))

@@ -44,6 +44,7 @@ class PeakPrediction:
     phases: tuple[str, ...]  # where each peak is: "head-backward", "block-2-backward", ...
     all_parts: tuple[dict[str, int], ...]
     saved_bytes: dict[str, int]  # kind -> what a block of it keeps for its backward when it is not recomputed
+    untouched_bytes: int = 0  # of each peak: buffers larger than what is ever written to them; resident on no CPU
 
     @property
     def blocks(self) -> int:
@@ -146,6 +147,7 @@ def _predict(
         phases=tuple(p.phase for p in peaks),
         all_parts=tuple(p.parts for p in peaks),
         saved_bytes=_saved(trace, timeline, ordered),
+        untouched_bytes=engine_class(setting).untouched_bytes(weights, setting) if setting.device_type == "cpu" else 0,
     )
 
 

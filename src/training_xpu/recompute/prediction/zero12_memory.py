@@ -32,6 +32,14 @@ def pieces_of(weights: Weights, part: int) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
+def untouched_of_buckets(weights: Weights, setting: TrainingSetting, count: int) -> int:
+    """Bytes of a number of gradient buckets that gradients never reach, because the model has fewer."""
+    if not setting.contiguous_gradients:
+        return 0
+    elements = sum(weights.all[i].numel for i in weights.trained)
+    return max(0, count * setting.reduce_bucket_elements - elements) * setting.element_bytes
+
+
 class Zero12Memory(EngineMemory):
     """Weights in one flat buffer, of which each rank updates one part with fp32 masters.
 
@@ -78,6 +86,10 @@ class Zero12Memory(EngineMemory):
             return {0}
         most = max(totals, key=lambda rank: totals[rank])
         return {0, max(totals), most, max(largest, key=lambda rank: largest[rank])}
+
+    @classmethod
+    def untouched_bytes(cls, weights: Weights, setting: TrainingSetting) -> int:
+        return untouched_of_buckets(weights, setting, 2 if setting.overlaps else 1)
 
     def gradient(self, index: int) -> None:
         self._open_bucket()

@@ -14,7 +14,9 @@ import torch
 
 from training_xpu.recompute.prediction.engine_memory import EngineMemory
 from training_xpu.recompute.prediction.setting import TrainingSetting
+from training_xpu.recompute.prediction.weights import Weights
 from training_xpu.recompute.prediction.zero3_linear import use_zero3_linear
+from training_xpu.recompute.prediction.zero12_memory import untouched_of_buckets
 
 
 class Zero3Memory(EngineMemory):
@@ -26,6 +28,10 @@ class Zero3Memory(EngineMemory):
     def adapt(cls, model: torch.nn.Module, setting: TrainingSetting) -> None:
         if setting.memory_efficient_linear:
             use_zero3_linear(model)
+
+    @classmethod
+    def untouched_bytes(cls, weights: Weights, setting: TrainingSetting) -> int:
+        return untouched_of_buckets(weights, setting, 1)
 
     def set_up(self) -> None:
         weights, setting = self.weights, self.setting
