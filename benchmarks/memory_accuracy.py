@@ -30,7 +30,7 @@ def predicted(case: Case) -> dict[str, Any]:
         model = build(case)
     prediction = predict_peaks(model, case.setting(WORLD_SIZE))
     return {
-        "untouched": prediction.untouched_bytes,
+        "untouched": prediction.untouched(case.recomputed),
         "predicted": prediction.peaks[case.recomputed],
         "phase": prediction.phases[case.recomputed],
         "parts": prediction.parts(case.recomputed),
@@ -50,12 +50,12 @@ def resident_coverage(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """
     samples = [
         Sample(
-            r["engine"],
-            r["predicted"] - r["untouched"],
-            r["live"] - r["untouched"],
-            max(1, r["resident"] - r["resident_before"]),
+            row["engine"],
+            row["predicted"] - row["untouched"],
+            row["live"] - row["untouched"],
+            max(1, row["resident"] - row["resident_before"]),
         )
-        for r in rows
+        for row in rows
     ]
     inside = []
     errors = []

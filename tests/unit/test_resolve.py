@@ -115,6 +115,13 @@ def test_the_device_decides_what_is_not_asked_for(view: View, request_: Training
         job_of(request_, nproc=4)
 
 
+def test_zero_belongs_to_deepspeed(view: View, request_: TrainingRequest) -> None:
+    assert job_of(request_).zero_stage == 0
+    with pytest.raises(UserError, match="--zero 2: ddp has no ZeRO stages"):
+        job_of(request_, zero=2)
+    assert job_of(request_, model=request_.model.replace("ddp/", "deepspeed/")).zero_stage == 3
+
+
 def test_runs_of_somewhat_different_length_share_their_data(view: View, request_: TrainingRequest) -> None:
     short, longer = job_of(request_, steps=10), job_of(request_, steps=400)
     assert short.data_tokens == longer.data_tokens == 1 << 23
@@ -170,7 +177,7 @@ def test_a_resumed_job_is_the_saved_one_but_for_what_may_change(saved: tuple[Pat
     ("options", "problem"),
     [
         ({"seed": 7}, "--seed 7: the checkpoint was made with 42"),
-        ({"zero": 1}, "--zero 1: the checkpoint was made with 3"),
+        ({"zero": 1}, "--zero 1: the checkpoint was made with 0"),
         ({"dtype": "fp32"}, "--dtype fp32: the checkpoint was made with bf16"),
         ({"packing": False}, "--no-packing: the checkpoint was made with packing"),
         ({"gradient_checkpointing": True}, "--gradient-checkpointing: the checkpoint was made without"),

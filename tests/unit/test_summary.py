@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from training_xpu.perf.summary import evaluation_losses, group_steps, losses_by_step, measured, summarise
+from training_xpu.perf.summary import (
+    evaluation_losses,
+    group_steps,
+    losses_by_step,
+    measured,
+    settled_at,
+    summarise,
+)
 from training_xpu.workloads.config import EngineName, FlopShares, JobConfig, PreparedData, Scale
 from training_xpu.workloads.records import EventRecord, StepRecord
 
@@ -267,3 +274,26 @@ def test_a_damaged_step_neither_counts_nor_breaks_the_summary(damage: dict[str, 
 
 def test_a_damaged_job_of_a_billion_ranks_does_not_fill_memory() -> None:
     assert group_steps([step(1)], job(nproc=10**12)) == []
+
+
+def applied(time: float, pid: int, **data: Any) -> dict[str, Any]:
+    return {"feature": "recompute", "event": "applied", "host": "a", "pid": pid, "time": time, "data": data}
+
+
+def test_steps_in_which_features_measure_are_warm_up() -> None:
+    reports = [
+        {"feature": "recompute", "event": "subscribed", "host": "a", "pid": 1, "time": 1000.0},
+        applied(1002.5, 1, settled=False),
+        applied(1003.5, 1, settled=True),
+        applied(1003.7, 2, settled=True),
+        applied(1008.0, 2, settled=True),  # planned again later, which costs what it costs
+    ]
+    assert settled_at(reports) == 1003.7
+    assert settled_at(reports[:2]) is None
+    found = summarise(two_ranks(10), [], job(), settled_at=settled_at(reports))
+    assert (found.warmup_steps, found.steps_measured) == (4, 6)  # step 4 ends at 1004.0
+
+
+def test_a_run_that_ends_while_features_still_measure_keeps_its_steps() -> None:
+    found = measured(two_ranks(3), job(), settled_at=1002.9)
+    assert (len(found.steps), found.settled) == (3, False)

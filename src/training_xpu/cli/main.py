@@ -97,7 +97,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         message = error.format_message().strip()
         if message:
-            console.error(message, "" if "Did you mean" in message else "See ljperf --help.")
+            console.error(message, "" if "Did you mean" in message else _help_for(error, bool(separator)))
         _show_traceback(debug)
         return int(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
@@ -121,6 +121,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
         )
         _show_traceback(debug)
         return int(ExitCode.FAILED)
+
+
+def _help_for(error: Exception, has_separator: bool) -> str:
+    """Where to look after a wrong command line."""
+    context: Any = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "ljperf"
+    if path == "ljperf run" and not has_separator:
+        return "Your own command goes after --, such as: ljperf run -- python train.py"
+    return f"See {path} --help."
 
 
 def _split_foreign(arguments: list[str]) -> tuple[list[str], list[str], list[str]]:

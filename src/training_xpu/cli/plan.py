@@ -13,8 +13,8 @@ from training_xpu.cli.config_file import ConfigOption
 
 if TYPE_CHECKING:
     from training_xpu.perf.plan_records import PlanCalibration, PlanDocument, PlanOption
+    from training_xpu.recompute.budget import Unit
 
-GIB = 2**30
 WORKLOAD, MACHINE, RESULT = "Workload", "Machine", "Result"
 _ROWS_SHOWN_WHOLE = 12  # of options; of more, those that matter
 
@@ -44,7 +44,13 @@ def plan(
     zero: Annotated[
         int | None, typer.Option(help="ZeRO stage of DeepSpeed, 0 to 3. Default: 3.", rich_help_panel=WORKLOAD)
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.", rich_help_panel=WORKLOAD)] = "bf16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="bf16, fp16 or fp32. Default: bf16; for CPUs fp32 where this one has no bf16 kernels.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="Kind of optimizer.", rich_help_panel=WORKLOAD)] = "adamw",
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens per sequence. Default: the model's.", rich_help_panel=WORKLOAD)
@@ -60,8 +66,8 @@ def plan(
     device_memory: Annotated[
         str | None,
         typer.Option(
-            help="What a rank has: 80GiB, bytes, 80% of the device the model is meant for, or this: as on this "
-            "machine. Default: that device; TRAINING_XPU_MEMORY_BUDGET where it is set.",
+            help="What a rank has: 80GiB, bytes, 80% of the device the model is meant for, live:6GiB for live tensors "
+            "alone, or this: as on this machine. Default: that device; TRAINING_XPU_MEMORY_BUDGET where it is set.",
             rich_help_panel=MACHINE,
         ),
     ] = None,
@@ -149,19 +155,32 @@ def _calibrate(folder: Path, as_json: bool) -> int:
 def show(document: PlanDocument) -> None:
     """The table, the recommendation, and what the numbers rest on."""
     from training_xpu.perf.plan_plot import title
+    from training_xpu.recompute.budget import size_text, unit_for
 
-    parts = list(document.parts)
-    rows = [_row(document, option, parts) for option in _selected(document)]
+    unit = unit_for(document.largest_bytes)
+    live = ["live"] if document.budget_live else []
     console.table(
-        f"{title(document)}; GiB of one rank",
-        ["recomputed", *parts, "peak", "up to", "step time", ""],
-        rows,
+        f"{title(document)}; {unit.name} of one rank",
+        ["recomputed", *document.parts, *live, "peak", "up to", "step time", ""],
+        [_row(document, option, unit) for option in _selected(document)],
     )
     console.result(_recommendation(document))
-    console.result(
-        f'Memory of a rank: {_gib(document.budget_bytes)} ({document.budget_source}). "up to" must fit it: predicted '
-        "live tensors, and the upper end of the allocator's overhead."
-    )
+    if document.defaults:
+        console.result(f"Not given: {'; '.join(document.defaults)}.")
+    budget = f"{size_text(document.budget_bytes)} ({document.budget_source})"
+    if document.budget_live:
+        console.result(f'Live tensors of a rank: {budget}. "live" must fit it, whatever the allocator holds beyond.')
+    else:
+        console.result(
+            f'Memory of a rank: {budget}. "up to" must fit it: predicted live tensors, and the upper end of the '
+            "allocator's overhead."
+        )
+    untouched = max(option.untouched_bytes for option in document.options)
+    if untouched:
+        console.result(
+            f"Communication buffers: without {size_text(untouched)} of them that are allocated and never written to, "
+            "and so not resident."
+        )
     console.result(f"Overhead: {_calibration(document.calibration)}.")
     console.result(f"Step time: by {document.step_time_source}.")
 
@@ -177,14 +196,14 @@ def _selected(document: PlanDocument) -> list[PlanOption]:
     return [option for option in document.options if option.layers in wanted]
 
 
-def _row(document: PlanDocument, option: PlanOption, parts: list[str]) -> list[str]:
+def _row(document: PlanDocument, option: PlanOption, unit: Unit) -> list[str]:
+    from training_xpu.perf.plan_plot import amounts
+
     ratio = option.predicted_step_time_ratio
     recommended = option.layers == document.recommended_layers
     return [
         f"{option.layers} of {document.layers}",
-        *(f"{option.parts.get(part, 0) / GIB:.2f}" for part in parts),
-        f"{option.predicted_peak_bytes / GIB:.2f}",
-        f"{option.predicted_peak_interval_bytes[1] / GIB:.2f}",
+        *(unit.number(size) for size in amounts(document, option)),
         "?" if ratio is None else f"{ratio:.3f}",
         "<- recommended" if recommended else "" if option.fits else "does not fit",
     ]
@@ -208,7 +227,3 @@ def _calibration(found: PlanCalibration) -> str:
         f"calibration {found.version} for {found.device_kind} ({found.allocator}), {found.source}; "
         f"{found.fitted_on}{known}"
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"

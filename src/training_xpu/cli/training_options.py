@@ -30,7 +30,9 @@ def shared_options(
         str, typer.Option(help="full, proxy, or auto: full where it fits and else a proxy.", rich_help_panel=WORKLOAD)
     ] = "auto",
     layers: Annotated[int | None, typer.Option(help="Layers of the proxy.", rich_help_panel=WORKLOAD)] = None,
-    zero: Annotated[int, typer.Option(help="ZeRO stage of DeepSpeed, 0 to 3.", rich_help_panel=WORKLOAD)] = 3,
+    zero: Annotated[
+        int | None, typer.Option(help="ZeRO stage of DeepSpeed, 0 to 3. Default: 3.", rich_help_panel=WORKLOAD)
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(

@@ -54,7 +54,7 @@ def collect(folder: Path, say: Callable[[str], None]) -> Collected:
     if not runs:
         raise UserError(f"no runs in {folder}", "Make some with ljperf benchmark.")
     found = Collected({}, Counter())
-    predicted: dict[str, int] = {}
+    predicted: dict[str, tuple[int, int]] = {}
     for number, (path, record) in enumerate(reversed(runs), start=1):
         reason = unsuitable(record)
         if reason is not None or isinstance(record, str):
@@ -74,18 +74,20 @@ def unsuitable(record: RunRecord | str) -> str | None:
     """Why a run tells nothing about the allocator; None where it does."""
     if isinstance(record, str):
         return "unreadable"
-    if record.status != "completed" or record.summary is None:
+    if record.status != "completed":
         return "not completed"
     if record.config is None:
-        return "a command of your own, whose model is not known"
+        return "of a command of your own, whose model is not known"
+    if record.summary is None:
+        return "without measured steps"
     if record.features:
         return "measured with features on"
     if record.summary.peak_memory_kind == ALLOCATOR_PEAK:
         return "on an accelerator, where runs do not record what the allocator reserved"
     if record.summary.peak_memory_bytes is None or record.summary.peak_memory_kind != RESIDENT_PEAK:
-        return "peak memory was not measured per step"
+        return "without a peak of memory measured per step"
     if record.summary.live_bytes_peak is None:
-        return "live tensor bytes were not measured"
+        return "without measured live tensor bytes"
     return None
 
 
@@ -158,11 +160,11 @@ def _too_few(folder: Path, collected: Collected) -> UserError:
     )
 
 
-def _sample(record: RunRecord, predicted: dict[str, int]) -> Sample:
+def _sample(record: RunRecord, predicted: dict[str, tuple[int, int]]) -> Sample:
     """The prediction for a run beside its measurements.
 
     Args:
-        predicted: earlier predictions by model and setting, so that repeated runs cost nothing.
+        predicted: earlier predictions, the peak and what of it is never written to, by model and setting, so that repeated runs cost nothing.
     """
     from training_xpu.perf.plan_subject import meta_model
     from training_xpu.recompute.prediction.calibration import Sample
@@ -175,10 +177,13 @@ def _sample(record: RunRecord, predicted: dict[str, int]) -> Sample:
     key = f"{setting}, {job.gradient_checkpointing}, {job.model}"
     if key not in predicted:
         prediction = predict_peaks(meta_model(job.model), setting)
-        predicted[key] = prediction.peaks[-1 if job.gradient_checkpointing else 0]
+        recomputed = prediction.blocks if job.gradient_checkpointing else 0
+        predicted[key] = prediction.peaks[recomputed], prediction.untouched(recomputed)
     assert summary.live_bytes_peak is not None
     assert summary.peak_memory_bytes is not None
-    return Sample(engine_key(setting), predicted[key], summary.live_bytes_peak, summary.peak_memory_bytes)
+    live, untouched = predicted[key]
+    # What is never written to is alive and not resident: without it, the overhead is that of the others.
+    return Sample(engine_key(setting), live - untouched, summary.live_bytes_peak - untouched, summary.peak_memory_bytes)
 
 
 def engine_key(setting: TrainingSetting) -> str:

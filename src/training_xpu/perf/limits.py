@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from training_xpu import device, envs
 from training_xpu.errors import UserError, nearest
 from training_xpu.perf.request import TrainingRequest
+from training_xpu.recompute import budget
 from training_xpu.workloads.config import Dtype, JobConfig
 from training_xpu.workloads.proxy import gibibytes
 from training_xpu.workloads.ranks import PROCESSES_PER_CORE, most_processes
@@ -74,8 +75,10 @@ def check_request(request: TrainingRequest) -> None:
         }
     )
     _check_workers(request.dataloader_workers)
-    if not 0 <= request.zero <= 3:
+    if request.zero is not None and not 0 <= request.zero <= 3:
         raise UserError(f"--zero {request.zero}: DeepSpeed has ZeRO stages 0, 1, 2 and 3", "Such as: --zero 3")
+    if request.memory_budget is not None:
+        budget.read_budget(request.memory_budget, budget.Budget(1 << 62, "any"), "--memory-budget")
     if request.learning_rate is not None and not 0 < request.learning_rate < math.inf:
         raise UserError(f"--learning-rate {request.learning_rate}: must be above 0", "Such as: --learning-rate 1e-3")
     _check_nodes(request)

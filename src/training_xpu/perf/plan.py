@@ -15,9 +15,10 @@ from training_xpu.blocks import find_blocks
 from training_xpu.errors import JobFailed, UserError
 from training_xpu.perf.calibrate import calibration_for, calibration_record, engine_key
 from training_xpu.perf.garbage import objects_that_stay
-from training_xpu.perf.plan_records import PlanDocument, PlanOption, Policy
+from training_xpu.perf.plan_records import OVERHEAD, PlanDocument, PlanOption, Policy
 from training_xpu.perf.plan_subject import PlanRequest, Subject, build_subject
-from training_xpu.recompute.prediction.ledger import HEAD_AND_LOSS
+from training_xpu.recompute.budget import size_text, unit_for
+from training_xpu.recompute.prediction.ledger import COMMUNICATION, HEAD_AND_LOSS
 from training_xpu.recompute.prediction.setting import TrainingSetting
 
 if TYPE_CHECKING:
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 
     from training_xpu.recompute.prediction.predict import PeakPrediction
 
-OVERHEAD = "overhead"
-GIB = 2**30
+_UNTOUCHED = "buffers never written to"
 _MORE_RANKS = (2, 4, 8, 16, 32, 64)  # times as many, tried in turn
 
 
@@ -58,13 +58,15 @@ def make_plan(request: PlanRequest, runs_folder: Path) -> PlanDocument:
         micro_batch=subject.micro_batch,
         sequence_length=subject.sequence_length,
         gradient_accumulation=request.gradient_accumulation,
-        dtype=request.dtype,
+        dtype=subject.dtype,
         optimizer=request.optimizer,
         device_kind=subject.device_kind,
         parameters=sum(p.numel() for p in subject.model.parameters()),
         layers=prediction.blocks,
         budget_bytes=subject.budget.bytes,
         budget_source=subject.budget.source,
+        budget_live=subject.budget.live,
+        defaults=list(subject.defaults),
         recommended_layers=recommended,
         policy=_policy(recommended, prediction.blocks),
         options=options,
@@ -84,7 +86,7 @@ def setting_of(subject: Subject, request: PlanRequest) -> TrainingSetting:
         engine=cast(Any, engine),
         zero_stage=subject.zero_stage or 0,
         world_size=subject.world_size,
-        dtype=cast(Any, request.dtype),
+        dtype=cast(Any, subject.dtype),
         batch_size=subject.micro_batch,
         sequence_length=subject.sequence_length or 1,
         gradient_accumulation=request.gradient_accumulation,
@@ -118,7 +120,7 @@ def _time_ratios(
         flops: plan_time.StepFlops | None = plan_time.flops_from_counts(subject.counts, subject.sequence_length)
     else:
         flops = plan_time.flops_from_trace(subject.model, _inputs(subject), block_names(subject.model))
-    measured = plan_time.measured_step(subject, request.dtype, request.gradient_accumulation, runs_folder)
+    measured = plan_time.measured_step(subject, subject.dtype, request.gradient_accumulation, runs_folder)
     return plan_time.time_ratios(prediction.blocks, flops, measured)
 
 
@@ -154,24 +156,32 @@ class Planner:
 
     def option(self, layers: int, time_ratio: float | None) -> PlanOption:
         """One row of the plan."""
-        live = self.prediction.peaks[layers]
-        engine = engine_key(self.setting)
-        expected, interval = self.calibration.expected(live, engine), self.calibration.interval(live, engine)
-        parts = {**_non_negative(self.prediction.parts(layers)), OVERHEAD: expected - live}
+        live, untouched = self.prediction.peaks[layers], self.prediction.untouched(layers)
+        engine, touched = engine_key(self.setting), live - untouched
+        expected = self.calibration.expected(touched, engine)
+        parts = self.prediction.parts(layers)
+        parts[COMMUNICATION] -= untouched
         return PlanOption(
             layers=layers,
             predicted_peak_bytes=expected,
-            predicted_peak_interval_bytes=interval,
+            predicted_peak_interval_bytes=self.calibration.interval(touched, engine),
             predicted_live_bytes=live,
             predicted_step_time_ratio=time_ratio,
-            fits=interval[1] <= self.subject.budget.bytes,
+            fits=self._needed(self.prediction, layers, self.setting) <= self.subject.budget.bytes,
             phase=self.prediction.phases[layers],
-            parts=parts,
+            parts={**_non_negative(parts), OVERHEAD: expected - touched},
         )
 
     def smallest(self, setting: TrainingSetting) -> int:
-        """The upper end of the peak with every block recomputed, under another setting."""
-        return self.calibration.interval(self._predict(setting).peaks[-1], engine_key(setting))[1]
+        """What must be within the budget with every block recomputed, under another setting."""
+        prediction = self._predict(setting)
+        return self._needed(prediction, prediction.blocks, setting)
+
+    def _needed(self, prediction: PeakPrediction, layers: int, setting: TrainingSetting) -> int:
+        live = prediction.peaks[layers]
+        if self.subject.budget.live:
+            return live
+        return self.calibration.interval(live - prediction.untouched(layers), engine_key(setting))[1]
 
 
 def _non_negative(parts: dict[str, int]) -> dict[str, int]:
@@ -188,12 +198,13 @@ def suggestions(planner: Planner) -> list[str]:
     Single changes first: a smaller micro batch, then a higher ZeRO stage; both together where neither is enough; more
     ranks where that is not enough either.
     """
+    unit = unit_for(planner.subject.budget.bytes)
     for candidates in (_single_changes(planner), _combined_changes(planner)):
         found: dict[str, str] = {}
         for options, setting in candidates:
             option = options.split()[0]
             if option not in found and (needed := planner.smallest(setting)) <= planner.subject.budget.bytes:
-                found[option] = f"{options} ({needed / GIB:.2f} GiB)"
+                found[option] = f"{options} ({unit.amount(needed)})"
         if found:
             return list(found.values())
     return []
@@ -235,15 +246,21 @@ def _higher_stages(setting: TrainingSetting) -> list[int]:
 def does_not_fit(document: PlanDocument) -> JobFailed:
     """The error for a budget that even full recompute cannot meet."""
     option = document.options[-1]
-    largest = sorted(option.parts.items(), key=lambda part: part[1], reverse=True)[:3]
-    parts = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in largest)
+    needed = document.needed_bytes(option)
+    unit = unit_for(needed)
+    counted = dict(option.parts)
+    if document.budget_live:
+        counted[_UNTOUCHED] = option.untouched_bytes
+        del counted[OVERHEAD]
+    largest = sorted(counted.items(), key=lambda part: part[1], reverse=True)[:3]
+    parts = ", ".join(f"{name} {unit.amount(size)}" for name, size in largest)
     remedy = "Would fit: " + "; ".join(document.suggestions) if document.suggestions else _untested(document)
     if HEAD_AND_LOSS in dict(largest):
         remedy += "; a loss computed in chunks would take away most of the head and loss"
     return JobFailed(
-        f"{document.model} does not fit: with all {document.layers} blocks recomputed it needs up to "
-        f"{option.predicted_peak_interval_bytes[1] / GIB:.2f} GiB of {document.budget_bytes / GIB:.2f} GiB "
-        f"(largest: {parts})",
+        f"{document.model} does not fit: with all {document.layers} blocks recomputed it needs "
+        f"{'' if document.budget_live else 'up to '}{unit.amount(needed)} of {size_text(document.budget_bytes)}"
+        f"{' for live tensors' if document.budget_live else ''} (largest: {parts})",
         remedy,
     )
 

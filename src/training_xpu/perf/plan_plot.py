@@ -6,10 +6,10 @@ from html import escape
 from pathlib import Path
 
 from training_xpu.errors import UserError
-from training_xpu.perf.plan_records import PlanDocument
+from training_xpu.perf.plan_records import PlanDocument, PlanOption
+from training_xpu.recompute.budget import unit_for
 from training_xpu.records import write_atomically
 
-GIB = 2**30
 SUFFIXES = (".html", ".htm")
 
 
@@ -44,18 +44,19 @@ def plot_page(document: PlanDocument) -> str:
     import plotly.graph_objects as go
 
     layers = [option.layers for option in document.options]
+    unit = unit_for(document.largest_bytes)
+    hover = f"%{{y:.2f}} {unit.name}"
     figure = go.Figure()
     for part in document.parts:
-        sizes = [option.parts.get(part, 0) / GIB for option in document.options]
-        figure.add_bar(x=layers, y=sizes, name=part, hovertemplate="%{y:.2f} GiB")
-    upper = [option.predicted_peak_interval_bytes[1] / GIB for option in document.options]
+        sizes = [option.parts.get(part, 0) / unit.bytes for option in document.options]
+        figure.add_bar(x=layers, y=sizes, name=part, hovertemplate=hover)
     figure.add_scatter(
         x=layers,
-        y=upper,
+        y=[document.needed_bytes(option) / unit.bytes for option in document.options],
         mode="lines",
-        name="95 % upper end of the peak",
+        name="live tensors" if document.budget_live else "95 % upper end of the peak",
         line={"dash": "dot", "color": "#444"},
-        hovertemplate="%{y:.2f} GiB",
+        hovertemplate=hover,
     )
     ratios = [option.predicted_step_time_ratio for option in document.options]
     if all(ratio is not None for ratio in ratios):
@@ -68,7 +69,8 @@ def plot_page(document: PlanDocument) -> str:
             line={"color": "#000"},
             hovertemplate="%{y:.3f} x",
         )
-    figure.add_hline(y=document.budget_bytes / GIB, line={"color": "#c00"}, annotation_text="memory of a rank")
+    limit = "budget of live tensors" if document.budget_live else "memory of a rank"
+    figure.add_hline(y=document.budget_bytes / unit.bytes, line={"color": "#c00"}, annotation_text=limit)
     if document.recommended_layers is not None:
         figure.add_vline(x=document.recommended_layers, line={"color": "#080"}, annotation_text="recommended")
     figure.update_layout(
@@ -78,7 +80,7 @@ def plot_page(document: PlanDocument) -> str:
         hovermode="x unified",
         template="plotly_white",
         xaxis={"title": "recomputed blocks"},
-        yaxis={"title": "predicted peak of one rank in GiB", "rangemode": "tozero"},
+        yaxis={"title": f"predicted peak of one rank in {unit.name}", "rangemode": "tozero"},
         yaxis2={"title": "step time over that without recompute", "overlaying": "y", "side": "right"},
         legend={"orientation": "h", "y": -0.15},
     )
@@ -98,21 +100,29 @@ def title(document: PlanDocument) -> str:
     length = f" x {document.sequence_length} tokens" if document.sequence_length else ""
     stage = "" if document.zero_stage is None else f", ZeRO-{document.zero_stage}"
     ranks = "1 rank" if document.world_size == 1 else f"{document.world_size} ranks"
-    return f"{document.model}{stage}, {ranks}, {document.micro_batch}{length}, {document.dtype}"
+    batch = f"{document.micro_batch}{length}" if length else f"batch {document.micro_batch}"
+    return f"{document.model}{stage}, {ranks}, {batch}, {document.dtype}"
+
+
+def amounts(document: PlanDocument, option: PlanOption) -> list[int]:
+    """One row of a table: each part, with a budget of live tensors these, the peak and its upper end."""
+    live = [option.predicted_live_bytes] if document.budget_live else []
+    parts = (option.parts.get(part, 0) for part in document.parts)
+    return [*parts, *live, option.predicted_peak_bytes, option.predicted_peak_interval_bytes[1]]
 
 
 def _table(document: PlanDocument) -> str:
-    heads = ["recomputed", *document.parts, "peak GiB", "up to GiB", "step time"]
+    unit = unit_for(document.largest_bytes)
+    live = ["live"] if document.budget_live else []
+    heads = [f"{head} {unit.name}" for head in (*document.parts, *live, "peak", "up to")]
     rows = []
     for option in document.options:
         ratio = option.predicted_step_time_ratio
         cells = [
             str(option.layers),
-            *(f"{option.parts.get(part, 0) / GIB:.2f}" for part in document.parts),
-            f"{option.predicted_peak_bytes / GIB:.2f}",
-            f"{option.predicted_peak_interval_bytes[1] / GIB:.2f}",
+            *(unit.number(size) for size in amounts(document, option)),
             "unknown" if ratio is None else f"{ratio:.3f}",
         ]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in ("recomputed", *heads, "step time"))
     return f"<details><summary>As a table</summary><table><tr>{head}</tr>{''.join(rows)}</table></details>"

@@ -10,6 +10,7 @@ from pydantic import Field
 from training_xpu.records import Record
 
 Policy = Literal["none", "recompute", "recompute all", "does not fit"]
+OVERHEAD = "overhead"  # the part that is no tensors
 
 
 class PlanOption(Record):
@@ -23,7 +24,13 @@ class PlanOption(Record):
     predicted_step_time_ratio: float | None
     fits: bool
     phase: str  # of the step, in which the peak is
-    parts: dict[str, int]  # bytes by part at the peak; they add up to predicted_peak_bytes
+    # Bytes by part at the peak, on CPUs without what is never written to; they add up to predicted_peak_bytes.
+    parts: dict[str, int]
+
+    @property
+    def untouched_bytes(self) -> int:
+        """Of the live tensors, those that are allocated and never written to, and so not resident on CPUs."""
+        return self.predicted_live_bytes - sum(size for name, size in self.parts.items() if name != OVERHEAD)
 
 
 class PlanCalibration(Record):
@@ -55,6 +62,8 @@ class PlanDocument(Record):
     layers: int
     budget_bytes: int  # of one rank
     budget_source: str
+    budget_live: bool  # it is one of live tensor bytes alone
+    defaults: list[str]  # for people: what was not given, and nobody has said what the model is meant for
     recommended_layers: int | None  # the fewest that fit; null where none do
     policy: Policy
     options: list[PlanOption]  # element n: the first n blocks recomputed
@@ -62,6 +71,15 @@ class PlanDocument(Record):
     step_time_source: str  # what the step time ratios rest on
     suggestions: list[str] = Field(default_factory=list)  # where nothing fits: changes that were predicted to fit
     calibration: PlanCalibration
+
+    def needed_bytes(self, option: PlanOption) -> int:
+        """What must be within the budget."""
+        return option.predicted_live_bytes if self.budget_live else option.predicted_peak_interval_bytes[1]
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest amount of all options, which decides about the unit of a table."""
+        return max(max(o.predicted_live_bytes, o.predicted_peak_interval_bytes[1]) for o in self.options)
 
 
 class CalibrationDocument(Record):

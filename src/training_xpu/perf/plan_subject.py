@@ -46,10 +46,10 @@ class PlanRequest:
     micro_batch: int | None = None
     world_size: int | None = None
     zero: int | None = None
-    dtype: str = "bf16"
+    dtype: str | None = None
     gradient_accumulation: int = 1
     optimizer: str = "adamw"
-    device_memory: str | None = None  # an amount, or "this"
+    device_memory: str | None = None  # what `read_budget` reads, or "this"
     device: str | None = None  # "cpu" or "accelerator"
 
 
@@ -66,8 +66,10 @@ class Subject:
     micro_batch: int
     sequence_length: int | None
     zero_stage: int | None
+    dtype: str
     device_kind: str  # "cpu" or "accelerator"
     budget: budget.Budget
+    defaults: tuple[str, ...]  # for people: what was not given, and nobody has said what the model is meant for
 
 
 def build_subject(request: PlanRequest) -> Subject:
@@ -97,8 +99,10 @@ def build_subject(request: PlanRequest) -> Subject:
             f"--seq-len {length}: {model.name} goes up to {positions} positions", f"Such as: --seq-len {positions}"
         )
     target = catalogue.targets()[model.target_device]
-    kind, limit = _budget(request, budget.Budget(target.memory_bytes, f"a {target.name}"))
-    world_size = request.world_size or _world_size(request, model.target_world_size)
+    meant = "the default device of a folder" if model.is_folder else "the device the model is meant for"
+    kind, limit = _budget(request, budget.Budget(target.memory_bytes, f"{target.name}, {meant}"))
+    world_size, ranks_said = _world_size(request, model.target_world_size, "a folder" if model.is_folder else None)
+    dtype, dtype_said = _dtype(request, kind)
     return Subject(
         name=workload.name,
         engine=workload.engine,
@@ -109,8 +113,10 @@ def build_subject(request: PlanRequest) -> Subject:
         micro_batch=request.micro_batch or model.target_micro_batch,
         sequence_length=length,
         zero_stage=_stage(request, workload.engine),
+        dtype=dtype,
         device_kind=kind,
         budget=limit,
+        defaults=(*ranks_said, *dtype_said),
     )
 
 
@@ -137,7 +143,7 @@ def _check(request: PlanRequest) -> None:
             raise UserError(f"--engine {request.engine}: unknown", nearest(request.engine, MODULE_ENGINES))
     if request.device is not None and request.device not in DEVICES:
         raise UserError(f"--device {request.device}: unknown", "Known: " + ", ".join(DEVICES))
-    if request.dtype not in DTYPES:
+    if request.dtype is not None and request.dtype not in DTYPES:
         raise UserError(f"--dtype {request.dtype}: unknown", nearest(request.dtype, DTYPES))
     if request.zero is not None and not 0 <= request.zero <= 3:
         raise UserError(f"--zero {request.zero}: DeepSpeed has ZeRO stages 0, 1, 2 and 3", "Such as: --zero 3")
@@ -163,12 +169,40 @@ def _stage(request: PlanRequest, engine: str) -> int | None:
     return None
 
 
-def _world_size(request: PlanRequest, target: int) -> int:
-    if request.device_memory != THIS_MACHINE:
-        return target
-    from training_xpu.workloads.listing import this_machine
+def _world_size(request: PlanRequest, target: int, undecided: str | None) -> tuple[int, list[str]]:
+    """The ranks, and what to say where they are a default.
 
-    return this_machine().ranks
+    Args:
+        undecided: what the model is from, where nobody has said how many ranks it is meant for.
+    """
+    if request.world_size is not None:
+        return request.world_size, []
+    if request.device_memory == THIS_MACHINE:
+        from training_xpu.workloads.listing import this_machine
+
+        ranks = this_machine().ranks
+        return ranks, [f"{_ranks(ranks)}, as a benchmark starts here"]
+    return target, [] if undecided is None else [f"{_ranks(target)}, the default of {undecided}"]
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _dtype(request: PlanRequest, kind: str) -> tuple[str, list[str]]:
+    """As a benchmark chooses it where this machine is planned for, and what to say where it is not the usual one."""
+    if request.dtype is not None:
+        return request.dtype, []
+    if kind == "cpu":
+        from training_xpu import device
+
+        return (DTYPES[0], []) if device.has_bf16_kernels() else ("fp32", ["fp32, for this CPU has no bf16 kernels"])
+    if request.device_memory == THIS_MACHINE:
+        from training_xpu.workloads.listing import this_machine
+
+        dtype = this_machine().dtype
+        return dtype, [] if dtype == DTYPES[0] else [f"{dtype}, for the accelerators here have no bf16"]
+    return DTYPES[0], []
 
 
 def _budget(request: PlanRequest, target: budget.Budget | None) -> tuple[str, budget.Budget]:
@@ -182,12 +216,9 @@ def _budget(request: PlanRequest, target: budget.Budget | None) -> tuple[str, bu
     kind = request.device or DEVICES[0]
     if kind == "cpu":
         target = None  # the devices that models are meant for are accelerators
-    whole = None if target is None else target.bytes
-    text = request.device_memory
-    if text is not None:
-        size = budget.parse_size(text, whole, "--device-memory")
-        return kind, budget.Budget(size, f"--device-memory {text}")
-    found = _from_variable(whole) or target
+    if request.device_memory is not None:
+        return kind, budget.read_budget(request.device_memory, target, "--device-memory")
+    found = _from_variable(target) or target
     if found is None:
         raise UserError(
             "how much memory a rank has is not known", "Such as: --device-memory 80GiB; --device-memory this: as here"
@@ -208,14 +239,12 @@ def _here(request: PlanRequest) -> tuple[str, budget.Budget]:
             )
         return "cpu", budget.memory_budget(min(request.world_size or machine.ranks, machine.ranks))
     limit = budget.Budget(machine.memory_bytes_per_rank, "the accelerators of this machine")
-    return "accelerator", _from_variable(limit.bytes) or limit
+    return "accelerator", _from_variable(limit) or limit
 
 
-def _from_variable(whole: int | None) -> budget.Budget | None:
+def _from_variable(limit: budget.Budget | None) -> budget.Budget | None:
     text = envs.get(budget.VARIABLE)
-    if text is None:
-        return None
-    return budget.Budget(budget.parse_size(text, whole, budget.VARIABLE), f"{budget.VARIABLE}={text}")
+    return None if text is None else budget.read_budget(text, limit)
 
 
 def _from_function(request: PlanRequest, spelled: str) -> Subject:
@@ -236,18 +265,22 @@ def _from_function(request: PlanRequest, spelled: str) -> Subject:
     if inputs:
         batch = max((t.shape[0] for t in inputs.values() if t.dim() > 0), default=1)
     kind, limit = _budget(request, None)
+    world_size, ranks_said = _world_size(request, 1, "a function")
+    dtype, dtype_said = _dtype(request, kind)
     return Subject(
         name=spelled,
         engine=engine,
         model=model,
         inputs=inputs,
         counts=None,
-        world_size=request.world_size or _world_size(request, 1),
+        world_size=world_size,
         micro_batch=batch,
         sequence_length=length,
         zero_stage=_stage(request, engine),
+        dtype=dtype,
         device_kind=kind,
         budget=limit,
+        defaults=(*ranks_said, *dtype_said),
     )
 
 
@@ -269,7 +302,7 @@ def call_function(spelled: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor
         with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):
             made = function()
     except (Exception, SystemExit) as error:
-        raise UserError(f"{spelled} failed: {_in_a_line(error)}", "It is called without arguments.") from error
+        raise UserError(f"{spelled} failed: {_in_a_line(error)}", _how_it_is_called(error)) from error
     inputs: Any = None
     if isinstance(made, tuple) and len(made) == 2:
         made, inputs = made
@@ -280,6 +313,16 @@ def call_function(spelled: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor
         )
     made.train()
     return made, None if inputs is None else _named_inputs(spelled, made, inputs)
+
+
+def _how_it_is_called(error: BaseException) -> str:
+    """What an author of a building function may not have reckoned with."""
+    text = str(error)
+    if isinstance(error, TypeError) and "required" in text and "argument" in text:
+        return "It is called without arguments."
+    if "meta" in text:
+        return "It is called on the meta device, where tensors have shapes and no values."
+    return "It is called without arguments, on the meta device, where tensors have shapes and no values."
 
 
 def _import_function(spelled: str) -> Callable[[], Any]:

@@ -14,7 +14,7 @@ class TrainingRequest:
     data_field: str | None = None
     tokenizer: Path | None = None
     packing: bool = True
-    zero: int = 3
+    zero: int | None = None  # 3 under DeepSpeed; other engines have none
     dtype: str | None = None
     micro_batch: int | None = None
     gradient_accumulation: int = 1

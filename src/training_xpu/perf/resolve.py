@@ -40,6 +40,7 @@ def resolve(request: TrainingRequest, default_steps: int, say: Callable[[str], N
     check_request(request)
     workload = catalogue.resolve(request.model)
     engine = EngineName(workload.engine)
+    zero = _zero_stage(request.zero, engine)
     if request.save is not None:
         check_writable("--save", request.save)
         checkpoint.check_unused(request.save)
@@ -70,7 +71,7 @@ def resolve(request: TrainingRequest, default_steps: int, say: Callable[[str], N
             flops_per_second_per_rank=peak_per_rank,
             world_size=nproc * request.nnodes,
         ),
-        zero_stage=request.zero,
+        zero_stage=zero,
         dtype=dtype,
         gradient_checkpointing=request.gradient_checkpointing,
         micro_batch=request.micro_batch,
@@ -119,7 +120,7 @@ def resolve(request: TrainingRequest, default_steps: int, say: Callable[[str], N
         data_tokens=data_tokens,
         tokenizer_path=request.tokenizer.absolute() if request.tokenizer is not None else None,
         dtype=Dtype(dtype),
-        zero_stage=request.zero,
+        zero_stage=zero,
         micro_batch=scaled.micro_batch,
         gradient_accumulation=request.gradient_accumulation,
         sequence_length=scaled.sequence_length,
@@ -144,6 +145,14 @@ def resolve(request: TrainingRequest, default_steps: int, say: Callable[[str], N
         peak_flops_per_rank=peak_per_rank,
         peak_source=peak.source + shared,
     )
+
+
+def _zero_stage(asked: int | None, engine: EngineName) -> int:
+    if engine is EngineName.DEEPSPEED:
+        return 3 if asked is None else asked
+    if asked is not None:
+        raise UserError(f"--zero {asked}: {engine.value} has no ZeRO stages", "Leave it out, or use deepspeed.")
+    return 0
 
 
 def _default_dtype(view: device.TorchView, say: Callable[[str], None]) -> str:

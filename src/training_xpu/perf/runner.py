@@ -25,7 +25,7 @@ from training_xpu.perf.failures import collect_failures
 from training_xpu.perf.leftovers import RESERVE_FILE, clear_leftovers
 from training_xpu.perf.progress import ProgressDisplay, ProgressFollower
 from training_xpu.perf.records import RUN_FILE, RunRecord
-from training_xpu.perf.summary import summarise
+from training_xpu.perf.summary import settled_at, summarise
 from training_xpu.records import Record
 from training_xpu.workloads import checkpoint
 from training_xpu.workloads.config import JOB_FILE, EngineName, JobConfig
@@ -239,8 +239,9 @@ def close_record(record: RunRecord, folder: Path) -> None:
     record.finished = datetime.now(UTC)
     events = store.load_events(folder)
     kinds = [event.detail for event in events if event.event == "note" and event.name == PEAK_MEMORY_NOTE]
-    record.summary = summarise(store.load_steps(folder), events, config, *kinds[:1])
     record.feature_reports = feature_reports(folder / report.FOLDER_NAME)
+    settled = settled_at(record.feature_reports)
+    record.summary = summarise(store.load_steps(folder), events, config, "".join(kinds[:1]), settled)
     record.write(folder / RUN_FILE)
 
 

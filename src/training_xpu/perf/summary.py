@@ -2,6 +2,7 @@
 
 Definitions, all over the measured steps (complete on every rank, after the detected warm-up):
 
+- warm-up: what the step times show, and the steps in which features measured and planned
 - step time: the slowest rank's, since the others wait for it; saving a checkpoint or evaluating is no part of it
 - tokens per second and device: real tokens of all ranks / (ranks x step time); the median over steps is given
 - phase: mean over ranks, then median over steps
@@ -16,7 +17,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from training_xpu.perf.records import LossSummary, Summary
 from training_xpu.workloads.config import JobConfig
@@ -75,13 +76,34 @@ def group_steps(steps: Iterable[StepRecord], config: JobConfig) -> list[GroupSte
     return [_group(by_step[n]) for n in sorted(by_step) if _complete(by_step[n], nodes, config.nproc)]
 
 
-def measured(steps: Iterable[StepRecord], config: JobConfig) -> Measured:
-    """Complete steps without the warm-up that `statistics.detect_warmup` finds in their times."""
+def measured(steps: Sequence[StepRecord], config: JobConfig, settled_at: float | None = None) -> Measured:
+    """Complete steps without the warm-up: what `statistics.detect_warmup` finds in their times, or more.
+
+    Args:
+        settled_at: when the features had done what they do once, in seconds since the epoch. Where no step came after
+            it, it is passed over.
+    """
     from training_xpu.perf.statistics import detect_warmup
 
     groups = group_steps(steps, config)
     warmup = detect_warmup([g.step_s for g in groups])
-    return Measured(groups[warmup.steps :], warmup.steps, warmup.settled)
+    count = warmup.steps
+    if settled_at is not None:
+        last = min((s.step for s in steps if s.time >= settled_at), default=0)
+        busy = sum(g.step <= last for g in groups)
+        if busy == len(groups):
+            return Measured(groups[count:], count, settled=False)
+        count = max(count, busy)
+    return Measured(groups[count:], count, warmup.settled)
+
+
+def settled_at(feature_reports: Iterable[dict[str, Any]]) -> float | None:
+    """When the last process's features had first applied for good; None where none has."""
+    first: dict[tuple[Any, Any, Any], float] = {}
+    for line in feature_reports:
+        if line.get("event") == "applied" and (line.get("data") or {}).get("settled", True):
+            first.setdefault((line.get("host"), line.get("pid"), line.get("feature")), float(line["time"]))
+    return max(first.values(), default=None)
 
 
 def summarise(
@@ -89,6 +111,7 @@ def summarise(
     events: Sequence[EventRecord],
     config: JobConfig,
     peak_memory_kind: str = "",
+    settled_at: float | None = None,
 ) -> Summary:
     """What a run measured; never raises for lack of steps: what nobody measured is null.
 
@@ -97,10 +120,11 @@ def summarise(
         events: the content of events.jsonl, in its order.
         config: of the job.
         peak_memory_kind: what `StepRecord.peak_memory_bytes` counts on this device, `device.PeakMemory().kind`.
+        settled_at: as in `measured`.
     """
     from training_xpu.perf.statistics import estimate
 
-    found = measured(steps, config)
+    found = measured(steps, config, settled_at)
     groups = found.steps
     summary = Summary(
         steps_measured=len(groups),

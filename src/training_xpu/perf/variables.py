@@ -79,7 +79,7 @@ def check_ours(say: Callable[[str], None]) -> None:
             case "level":
                 envs.log_level()
             case _ if variable.name == budget.VARIABLE:
-                budget.parse_size(value, _SOME_MEMORY, variable.name)
+                budget.read_budget(value, budget.Budget(_SOME_MEMORY, "any"), variable.name)
     envs.distributed()
     for name in sorted(envs.snapshot()):
         if name.startswith(envs.PREFIX) and name not in envs.VARIABLES:

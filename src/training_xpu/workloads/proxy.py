@@ -215,8 +215,9 @@ def _full(
     seconds = flops / (EXPECTED_UTILISATION * budget.flops_per_second_per_rank)
     plan = ScalePlan(
         kind="full",
-        reason=f"The published model is trained: it needs about {gibibytes(memory.total)} of the "
-        f"{gibibytes(budget.memory_bytes_per_rank)} a rank has, and a step takes about {_seconds(seconds)}.",
+        reason=f"The {'model of the folder' if model.is_folder else 'published model'} is trained: it needs about "
+        f"{gibibytes(memory.total)} of the {gibibytes(budget.memory_bytes_per_rank)} a rank has, and a step takes "
+        f"about {_seconds(seconds)}.",
         config=rescale.trainable(model.config),
         micro_batch=batch,
         sequence_length=length,

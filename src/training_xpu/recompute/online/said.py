@@ -26,9 +26,10 @@ def applied(budget: Budget, overhead: Overhead, plan: Plan, check: StepCheck, re
         f"{_size(budget.bytes)} budget, measured {_size(measured_total)}"
     )
     if again:
-        line += "; the prediction was off, planning again"
+        off = f"peak by {check.off_peak:.1%}, what it keeps by {check.off_saving:.1%}"
+        line += f"; the prediction was off ({off}), planning again"
     elif not plan.fits:
-        line += "; the budget cannot be met even so: use a smaller micro batch, a higher ZeRO stage or FSDP"
+        line += f"; the budget cannot be met even so: {_remedy()}"
     report.write(
         FEATURE,
         "applied",
@@ -44,6 +45,7 @@ def applied(budget: Budget, overhead: Overhead, plan: Plan, check: StepCheck, re
         budget_source=budget.source,
         fits=plan.fits,
         replans=replans,
+        settled=not again,
     )
     _print(line)
 
@@ -68,6 +70,11 @@ def ran_out(recomputed: int, now: int, total: int) -> None:
 def stepped_aside(reason: str) -> None:
     report.write(FEATURE, "stepped-aside", reason)
     _print(f"{FEATURE} steps aside: {reason}")
+
+
+def _remedy() -> str:
+    alone = envs.distributed().world_size == 1
+    return "use a smaller micro batch" + ("" if alone else ", a higher ZeRO stage or FSDP")
 
 
 def _size(amount: int) -> str:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from training_xpu.blocks import LOSS, BlockGroup, find_blocks, published, unwrap
 from training_xpu.errors import UserError
 from training_xpu.recompute.prediction.fake_model import fake_copy, use_causal_attention
-from training_xpu.recompute.prediction.ledger import PARTS, Peak
+from training_xpu.recompute.prediction.ledger import COMMUNICATION, PARTS, Peak
 from training_xpu.recompute.prediction.model_blocks import Block, adapt_configs, blocks_of, select
 from training_xpu.recompute.prediction.setting import TrainingSetting
 from training_xpu.recompute.prediction.timeline import Naming, Timeline, engine_class, interpolated
@@ -44,7 +44,7 @@ class PeakPrediction:
     phases: tuple[str, ...]  # where each peak is: "head-backward", "block-2-backward", ...
     all_parts: tuple[dict[str, int], ...]
     saved_bytes: dict[str, int]  # kind -> what a block of it keeps for its backward when it is not recomputed
-    untouched_bytes: int = 0  # of each peak: buffers larger than what is ever written to them; resident on no CPU
+    untouched_bytes: int = 0  # of communication buffers larger than what is ever written to them; resident on no CPU
 
     @property
     def blocks(self) -> int:
@@ -53,6 +53,10 @@ class PeakPrediction:
     def parts(self, recomputed: int) -> dict[str, int]:
         """What the peak is made of with this many blocks recomputed; the parts add up to it."""
         return dict(self.all_parts[recomputed])
+
+    def untouched(self, recomputed: int) -> int:
+        """Of the peak with this many blocks recomputed: bytes that are never written to."""
+        return min(self.untouched_bytes, self.all_parts[recomputed].get(COMMUNICATION, 0))
 
     def fewest_recomputed(self, budget: int) -> int | None:
         """The smallest number of recomputed blocks whose peak is within a budget in bytes; None where none is."""
