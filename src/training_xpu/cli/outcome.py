@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training_xpu.cli import console
@@ -27,6 +28,9 @@ def show(document: BenchmarkDocument) -> None:
     for arm in document.arms:
         for line in _applied(arm):
             console.result(f"{arm.name}: {line}")
+        for what in ("model", "checkpoints"):
+            if (Path(arm.run) / what).is_dir():
+                console.result(f"{what}: {Path(arm.run) / what}")
         console.result(f"record of {arm.name}: {arm.run}")
 
 

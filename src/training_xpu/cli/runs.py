@@ -172,7 +172,8 @@ def _about(folder: Path, record: RunRecord) -> Rows:
 
 def _report(line: dict[str, object]) -> str:
     parts = [str(line[key]) for key in ("feature", "event", "reason") if line.get(key)]
-    return " ".join(parts[:2]) + (f": {parts[2]}" if len(parts) > 2 else "")
+    where = f" ({line['role']} {line['rank']})" if line.get("role") == "rank" else ""
+    return " ".join(parts[:2]) + where + (f": {parts[2]}" if len(parts) > 2 else "")
 
 
 def _measured(summary: Summary) -> Rows:
