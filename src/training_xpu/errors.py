@@ -40,17 +40,18 @@ class CannotRunHere(UserError):
     exit_code = ExitCode.CANNOT_RUN
 
 
-def nearest(name: str, known: Iterable[str], limit: int = 3) -> str:
+def nearest(name: str, known: Iterable[str], limit: int = 3, likeness: float = 0.5) -> str:
     """A remedy line for an unknown name: the nearest known ones, or all of them when nothing is near.
 
     Args:
         name: what the user wrote.
         known: the names that would have been right.
         limit: how many near names to offer.
+        likeness: of a name that is near, 0 to 1; more where there are so many names that some is near any word.
     """
     names = sorted(set(known))
     by_lower = {n.lower(): n for n in names}
-    close = difflib.get_close_matches(name.lower(), list(by_lower), n=limit, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), list(by_lower), n=limit, cutoff=likeness)
     if close:
         return "Did you mean " + " or ".join(by_lower[c] for c in close) + "?"
     return "Known: " + ", ".join(names)

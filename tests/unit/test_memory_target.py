@@ -29,7 +29,9 @@ class Job:
 
     def model_copy(self, update: dict[str, Any]) -> Job:
         self.changes = update
-        return self
+        other = Job()
+        vars(other).update(update)
+        return other
 
 
 def prediction(*mebibytes: int) -> PeakPrediction:
@@ -42,8 +44,11 @@ def prediction(*mebibytes: int) -> PeakPrediction:
 def budgeted(
     monkeypatch: pytest.MonkeyPatch, asked: str | None, kind: str = "full"
 ) -> tuple[dict[str, Any], list[str]]:
-    monkeypatch.setattr(memory_target, "predict", lambda job, device_type: prediction(400, 300, 200))
-    job, said = Job(kind), []
+    def predict(job: Job, device_type: str) -> PeakPrediction:
+        return prediction(*(peak * job.micro_batch // 2 for peak in (400, 300, 200)))
+
+    monkeypatch.setattr(memory_target, "predict", predict)
+    job, said = Job(kind), list[str]()
     memory_target.with_memory_budget(job, asked, "cpu", said.append)  # type: ignore[arg-type]
     return job.changes, said
 
@@ -66,6 +71,9 @@ def test_a_budget_that_nothing_meets_names_the_largest_parts_and_ways_out(monkey
     assert "with all 2 layers recomputed it needs 0.20 GiB of 0.19 GiB" in caught.value.problem
     assert "model states 0.10 GiB" in caught.value.problem
     assert "--micro-batch 1" in caught.value.remedy
+    with pytest.raises(JobFailed) as caught:
+        budgeted(monkeypatch, "live:99MiB")
+    assert caught.value.remedy == "Try a larger budget (--memory-budget or TRAINING_XPU_MEMORY_BUDGET)."
 
 
 def test_a_malformed_budget_is_wrong_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ recompute the share of its layers that the full model must on its target device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from training_xpu.errors import JobFailed
@@ -15,6 +15,7 @@ from training_xpu.recompute.budget import LIVE, VARIABLE, Budget, memory_limit, 
 from training_xpu.recompute.prediction.setting import TrainingSetting
 from training_xpu.workloads import catalogue
 from training_xpu.workloads.config import EngineName, JobConfig
+from training_xpu.workloads.listing import TARGET_DTYPE
 
 if TYPE_CHECKING:
     from training_xpu.recompute.prediction.predict import PeakPrediction
@@ -49,7 +50,7 @@ def with_memory_budget(job: JobConfig, asked: str | None, device_type: str, say:
         n for n in range(prediction.blocks + 1) if _needed(prediction, n, budget, job, device_type) <= budget.bytes
     ]
     if not fitting:
-        raise _impossible(job, prediction, budget, _needed(prediction, prediction.blocks, budget, job, device_type))
+        raise _impossible(job, prediction, budget, device_type)
     base_fits = fitting[0] == 0
     if not base_fits and not job.gradient_checkpointing:
         say(
@@ -96,7 +97,7 @@ def scaled_budget(job: JobConfig, proxy: PeakPrediction, say: Callable[[str], No
         model.target_world_size,
         model.target_micro_batch,
         model.sequence_length,
-        dtype=str(job.dtype),
+        dtype=TARGET_DTYPE,
         gradient_accumulation=1,
         device_type="cuda",
     )
@@ -158,20 +159,31 @@ def _needed(prediction: PeakPrediction, count: int, budget: Budget, job: JobConf
         device_type=device_type,
     )
     calibration, _ = calibration_for(device_type)
-    return calibration.expected(live, engine_key(setting))
+    return calibration.expected(live - prediction.untouched(count), engine_key(setting))
 
 
-def _impossible(job: JobConfig, prediction: PeakPrediction, budget: Budget, needed: int) -> JobFailed:
+def _impossible(job: JobConfig, prediction: PeakPrediction, budget: Budget, device_type: str) -> JobFailed:
+    needed = _needed(prediction, prediction.blocks, budget, job, device_type)
     largest = sorted(prediction.parts(prediction.blocks).items(), key=lambda part: part[1], reverse=True)[:3]
     parts = ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in largest)
-    remedies = []
-    if job.micro_batch > 1:
-        remedies.append(f"--micro-batch {job.micro_batch // 2}")
-    if job.engine is EngineName.DEEPSPEED and job.zero_stage < 3:
-        remedies.append(f"--zero {job.zero_stage + 1}")
+    remedies = [option for option, other in _smaller(job) if _could_fit(other, budget, device_type)]
     remedies.append(f"a larger budget (--memory-budget or {VARIABLE})")
     return JobFailed(
         f"{job.workload} does not fit: with all {prediction.blocks} layers recomputed it needs {needed / _GIB:.2f} GiB "
         f"of {budget.bytes / _GIB:.2f} GiB, {budget.source} (largest: {parts})",
         "Try " + ", or ".join(remedies) + ".",
     )
+
+
+def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
+    """Options that need less memory, and the job with each of them."""
+    if job.micro_batch > 1:
+        yield "--micro-batch 1", job.model_copy(update={"micro_batch": 1})
+    if job.engine is EngineName.DEEPSPEED:
+        for stage in range(job.zero_stage + 1, 4):
+            yield f"--zero {stage}", job.model_copy(update={"zero_stage": stage})
+
+
+def _could_fit(job: JobConfig, budget: Budget, device_type: str) -> bool:
+    prediction = predict(job, device_type)
+    return _needed(prediction, prediction.blocks, budget, job, device_type) <= budget.bytes

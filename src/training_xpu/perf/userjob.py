@@ -71,7 +71,7 @@ def check_command(command: list[str]) -> None:
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:
-    hint = nearest(name, known)
+    hint = nearest(name, known, likeness=0.75)
     return hint if hint.startswith("Did you mean") else "Check the spelling, or give the whole path."
 
 
