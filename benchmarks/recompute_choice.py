@@ -6,7 +6,7 @@ planned from a single measured step, as a running job does it. Configurations ar
 
 Speed: one model, its arms taking turns step by step in one process: nothing recomputed, everything recomputed, what is
 chosen where the budget lets half of the blocks be kept (with and without the selective mode), and transformers' own
-`every_n_layers` at its best count within that budget.
+`every_n_layers` at its best count within that budget. In bf16 where the CPU has kernels for it, else in fp32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common import finish, paired_ratio, parser, rounds_of
 from memory_cases import Case, config_of, sample
+from training_xpu import device
 from training_xpu.blocks import find_blocks
 from training_xpu.recompute.budget import Budget
 from training_xpu.recompute.online.amounts import BatchShape
@@ -40,6 +42,7 @@ FULL_LIMIT = 1.12
 BUDGETS_PER_CASE = 4
 LEAST_EFFECT = 1.02  # cases whose peak recompute hardly changes have no right count
 CASES, QUICK_CASES = 10, 3
+DTYPE = "bf16" if device.has_bf16_kernels() else "fp32"
 
 
 class Job:
@@ -150,7 +153,7 @@ def speed(rounds: int, layers: int = 8) -> dict[str, list[float]]:
         num_key_value_heads=4,
         vocab_size=2048,
     )
-    job = Job(config, BatchShape(2, 512), "bf16")
+    job = Job(config, BatchShape(2, 512), DTYPE)
     both = frozenset({Mode.KEEP, Mode.RECOMPUTE})
     job.step()
     budget = round(job.peak(job.first(layers // 2)) * 1.002)
@@ -220,7 +223,8 @@ def controlled(job: Job, rounds: int) -> dict[str, list[float]]:
 def main() -> int:
     options = parser(__doc__ or "", rounds=20, quick_rounds=4).parse_args()
     quick = options.quick
-    rows = choices([c for c in sample(60) if c.layers > 2], QUICK_CASES if quick else CASES)
+    cases = [case if DTYPE == "bf16" else replace(case, dtype=DTYPE) for case in sample(60) if case.layers > 2]
+    rows = choices(cases, QUICK_CASES if quick else CASES)
     seconds = speed(rounds_of(options))
     right = sum(row["planned"] == row["right"] for row in rows)
     predicted = sum(row["predicted"] == row["right"] for row in rows)
