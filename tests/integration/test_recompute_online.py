@@ -98,6 +98,22 @@ def test_a_malformed_budget_is_named_and_training_goes_on(training_environment: 
     assert "6GiB" in done.stderr
 
 
+def test_a_rank_that_cannot_begin_keeps_none_waiting(training_environment: dict[str, str], tmp_path: Path) -> None:
+    """Under ZeRO-3 the ranks ask each other in every forward: all of them must, or none."""
+    wrapper = tmp_path / "rank.sh"
+    wrapper.write_text(f'[ "$RANK" = 1 ] && export TRAINING_XPU_MEMORY_BUDGET=plenty\nexec {sys.executable} "$@"\n')
+    command = [TORCHRUN, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2", "--no-python", "sh"]
+    results = {}
+    for switch in ("false", "true"):
+        out = tmp_path / switch
+        own = environment(training_environment, tmp_path, CHECKPOINT_OPTIMIZATION=switch)
+        done = launch([*command, str(wrapper), str(SCRIPT), "zero3", "3", str(out)], own, tmp_path)
+        assert done.returncode == 0, done.stderr[-2000:]
+        results[switch] = [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in (0, 1)]
+    assert results["true"] == results["false"]
+    assert "recompute steps aside: rank 1: TRAINING_XPU_MEMORY_BUDGET is 'plenty'" in done.stderr
+
+
 def test_memory_that_runs_out_in_the_forward_is_survived(training_environment: dict[str, str], tmp_path: Path) -> None:
     """Under an address-space limit that the plain job exceeds; the plan knows nothing of that limit."""
     script = tmp_path / "limited.py"

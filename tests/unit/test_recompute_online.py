@@ -6,16 +6,20 @@ import copy
 import io
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from training_xpu import features, seams
 from training_xpu.errors import UserError
+from training_xpu.recompute import optimize
 from training_xpu.recompute.budget import Budget, memory_budget, parse_size
 from training_xpu.recompute.online import out_of_memory, recovery
+from training_xpu.recompute.online.agreement import decide
 from training_xpu.recompute.online.amounts import Amount, BatchShape, classify
 from training_xpu.recompute.online.batch_shape import batch_shape
 from training_xpu.recompute.online.controller import Controller, NothingToDo, State
@@ -417,13 +421,58 @@ def test_a_start_after_the_kernel_killed_the_last_one_recomputes_more(monkeypatc
     path = out_of_memory.record_path("job").with_suffix(".running.json")
     left = recovery.RunningPlan.read(path)
     left.model_copy(update={"pid": 2**22 + 1}).write(path)
-    assert recovery.heed_last_start("job") is None  # it ended some other way
+    assert recovery.heed_last_start("job", 16) is None  # it ended some other way
     left.model_copy(update={"pid": 2**22 + 1}).write(path)
     kills = 4
-    plan = recovery.heed_last_start("job")
+    plan = recovery.heed_last_start("job", 16)
     assert plan is not None
     assert plan.layers_at_least == 4
     assert not path.exists()
+
+
+@pytest.mark.parametrize("at_least", [-5, 0, 5, 99])
+def test_a_note_that_does_not_go_with_the_model_is_passed_over(at_least: int) -> None:
+    path = out_of_memory.record_path("odd")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    out_of_memory.TighterPlan(layers_at_least=at_least, layers_total=4, reason="edited").write(path)
+    assert recovery.heed_last_start("odd", 4) is None
+
+
+def test_a_note_that_cannot_be_removed_does_no_harm() -> None:
+    path = out_of_memory.record_path("stuck").with_suffix(".running.json")
+    (path / "inside").mkdir(parents=True)
+    assert recovery.heed_last_start("stuck", 4) is None
+
+
+@pytest.mark.parametrize("given", [None, "model", [torch.nn.Linear(2, 2)], torch.nn.Linear, {}])
+def test_only_modules_are_optimized(given: Any) -> None:
+    with pytest.raises(UserError, match=r"optimize takes a torch\.nn\.Module, not"):
+        optimize(given)
+
+
+def test_a_model_has_one_controller_at_a_time() -> None:
+    job = Job()
+    first = Controller(job.model, Budget(GIB, "test"))
+    with pytest.raises(NothingToDo, match="in hand already"):
+        Controller(job.model, Budget(GIB, "test"))
+    first.close()
+    Controller(job.model, Budget(GIB, "test")).close()
+
+
+def starts(world_size: int, reasons: dict[int, str | None]) -> set[str | None]:
+    """What the ranks that take part are told."""
+    store = HashStore()
+    with ThreadPoolExecutor(world_size) as ranks:
+        told = [ranks.submit(decide, store, rank, world_size, reason, 0.5) for rank, reason in reasons.items()]
+    return {answer.result() for answer in told}
+
+
+def test_ranks_start_together_or_not_at_all() -> None:
+    assert starts(3, {0: None, 1: None, 2: None}) == {None}
+    assert starts(3, {0: None, 1: "its budget is malformed", 2: None}) == {"rank 1: its budget is malformed"}
+    (missing,) = starts(3, {0: None, 2: None})
+    assert missing is not None
+    assert missing.startswith("rank 1: not heard of")
 
 
 def test_the_allocator_comes_on_top_of_live_bytes() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from training_xpu import envs, report
 from training_xpu.blocks import find_blocks, unwrap
 from training_xpu.errors import UserError
 from training_xpu.recompute.budget import Budget, memory_budget, memory_limit, read_budget
-from training_xpu.recompute.online import said
-from training_xpu.recompute.online.controller import Controller, NothingToDo
+from training_xpu.recompute.online.controller import Controller
+from training_xpu.recompute.online.start import start
 from training_xpu.recompute.switching.policies import Mode
 from training_xpu.seams import ROOT_FORWARD, STEP, RootForward, Step, Subscription
 
@@ -51,37 +53,38 @@ class Optimizing:
         self._waiting = None
         place = envs.distributed()
         device = next(p.device for p in event.module.parameters()).type
-        if self._asked is None:
-            budget = memory_budget(place.local_world_size, device)
-        else:
-            limit = memory_limit(place.local_world_size, device)
-            budget = read_budget(str(self._asked), limit, "budget")
-        try:
-            self._controller = Controller(event.module, budget)
-        except NothingToDo as nothing:
-            said.stepped_aside(str(nothing))
-            return
-        self._step = STEP.subscribe(self._after_step, owner="recompute")
+
+        def budget() -> Budget:
+            if self._asked is None:
+                return memory_budget(place.local_world_size, device)
+            return read_budget(str(self._asked), memory_limit(place.local_world_size, device), "budget")
+
+        self._controller = start(event.module, budget)
+        if self._controller is not None:
+            self._step = STEP.subscribe(self._after_step, owner="recompute")
 
     def _after_step(self, step: Step) -> None:
         if self._controller is not None:
             self._controller.after_step()
 
 
-def optimize(model: torch.nn.Module, budget: str | int | None = None) -> Optimizing:
+def optimize(model: Any, budget: str | int | None = None) -> Optimizing:
     """Recomputes the fewest blocks of a model that fit a memory budget, from its next training forward on.
 
     The first two optimizer steps run with every block recomputed, the second one measured; from the third on the plan
     holds. Losses, gradients and state-dict keys are those of the model without recompute.
 
     Args:
-        model: wrapped by an engine (DDP, DeepSpeed, FSDP) or to be wrapped later.
+        model: a torch.nn.Module, wrapped by an engine (DDP, DeepSpeed, FSDP) or to be wrapped later.
         budget: of this rank: bytes, a size such as "6GiB", or a share such as "80%"; None: what
             TRAINING_XPU_MEMORY_BUDGET says, or all that the device or the machine's limits leave this rank.
 
     Raises:
-        UserError: the budget is no amount of memory, or the model has no repeated blocks.
+        UserError: the budget is no amount of memory, or the model is none or has no repeated blocks.
     """
+    if not isinstance(model, torch.nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise UserError(f"optimize takes a torch.nn.Module, not {given}", "Such as: optimize(model, budget='6GiB')")
     if budget is not None:
         read_budget(str(budget), Budget(2**62, ""), "budget")
     if not find_blocks(model):

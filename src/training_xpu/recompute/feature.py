@@ -16,7 +16,7 @@ _controller: weakref.ref[Any] | None = None  # of this process's model
 def available() -> str | None:
     """Why it cannot run here; None where it can."""
     text = envs.get(VARIABLE)
-    if text is not None:
+    if text is not None and envs.distributed().world_size == 1:  # several ranks step aside together, at their start
         try:
             read_budget(text, Budget(2**62, ""))
         except UserError as error:
@@ -27,15 +27,12 @@ def available() -> str | None:
 def on_root_forward(event: RootForward) -> None:
     """Takes the model in hand, before its first training forward."""
     global _controller
-    from training_xpu.recompute.online import said
-    from training_xpu.recompute.online.controller import Controller, NothingToDo
+    from training_xpu.recompute.online.start import start
 
     place = envs.distributed()
     device = next(p.device for p in event.module.parameters())
-    try:
-        controller = Controller(event.module, memory_budget(place.local_world_size, device.type))
-    except NothingToDo as nothing:
-        said.stepped_aside(str(nothing))
+    controller = start(event.module, lambda: memory_budget(place.local_world_size, device.type))
+    if controller is None:
         return
     _controller = weakref.ref(controller)  # the model's hooks hold it, so that it goes with its model
     weakref.finalize(controller, _next_model).atexit = False

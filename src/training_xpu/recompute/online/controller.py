@@ -7,6 +7,7 @@ budget. That step is measured too; where its peak or its saving is off by more t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
@@ -32,6 +33,9 @@ MOST_REPLANS = 3
 MOST_FORWARDS = 256  # that a step may accumulate
 
 _LEVELS = (Mode.KEEP, Mode.SELECTIVE, Mode.RECOMPUTE)  # each keeps less than the one before
+
+
+_in_hand: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models that have a controller
 
 
 class State(Enum):
@@ -61,6 +65,8 @@ class Controller:
         self.root = root
         self.inner = unwrap(root)
         self.budget = budget
+        if self.inner in _in_hand:
+            raise NothingToDo("this model is in hand already, by the variable or an earlier call of optimize")
         groups = find_blocks(root)
         found = [(block, group.kind) for group in groups for block in group.modules]
         usable = [(block, kind) for block, kind in found if not has_hooks_of_a_script(block)]
@@ -82,7 +88,7 @@ class Controller:
         self.forwards_without_step = 0
         self._in_backward = False
         self.key = out_of_memory.job_key(self.inner, self.blocks)
-        self.tighter = recovery.heed_last_start(self.key)
+        self.tighter = recovery.heed_last_start(self.key, len(self.blocks))
         self.times_ran_out = 0
         self.planner: Planner | None = None
         self._measurement: StepMeasurement | None = None
@@ -97,6 +103,7 @@ class Controller:
         self._guard = recovery.GuardedForward(self.inner, recovery.can_retry(root), self._tighten, self._out_of_memory)
         self.inner.__dict__["forward"] = self._guard
         self._stop_watching = recovery.watch_backward(self._out_of_memory)
+        _in_hand.add(self.inner)
 
     def close(self) -> None:
         """Takes everything back: the blocks are as the script had them."""
@@ -107,6 +114,7 @@ class Controller:
         self._guard.remove()
         self._stop_watching()
         self.switch.restore()
+        _in_hand.discard(self.inner)
 
     def after_step(self) -> None:
         """One optimizer step has been taken."""
@@ -220,7 +228,8 @@ class Controller:
         plan = max((plan for plan, _ in self._expected), key=lambda expected: expected.live_peak)
         check = planner.check(self._expected, measured)
         self.state = State.STEADY
-        if not check.holds and self.replans < MOST_REPLANS:
+        beyond_help = plan.modes == self.safe and planner.overhead.total(check.measured_peak) > self.budget.bytes
+        if not check.holds and self.replans < MOST_REPLANS and not beyond_help:
             planner.correct(check)
             self.replans += 1
             self.state = State.CHECKING

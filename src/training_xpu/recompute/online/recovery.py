@@ -10,6 +10,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -43,20 +44,32 @@ def can_retry(root: torch.nn.Module) -> bool:
     return not sharded and identify(root) in ("ddp", "deepspeed")
 
 
-def heed_last_start(key: str) -> out_of_memory.TighterPlan | None:
-    """The tighter plan that earlier starts of this job ask for; one that the kernel has killed asks for one too."""
+def heed_last_start(key: str, total: int) -> out_of_memory.TighterPlan | None:
+    """The tighter plan that earlier starts of this job ask for; one that the kernel has killed asks for one too.
+
+    Args:
+        total: layers of the model; a note that does not go with it is passed over.
+    """
     path = _running_path(key)
-    if path.exists():
-        with contextlib.suppress(UserError):
-            last = RunningPlan.read(path)
-            now = device.oom_kill_count()
-            if _is_alive(last):
-                return out_of_memory.remembered(key)  # it runs at this moment: two starts of the same job
-            if last.oom_kills is not None and now is not None and now > last.oom_kills:
-                reason = "the kernel ended it for lack of memory"
-                out_of_memory.remember(key, last.layers_recomputed, last.layers_total, reason)
-        path.unlink(missing_ok=True)
-    return out_of_memory.remembered(key)
+    try:
+        if path.exists():
+            _heed_killed(key, path)
+    except OSError as error:
+        report.logger.info("the note of the last start stays: %s: %s", path, error.strerror)
+    plan = out_of_memory.remembered(key)
+    return plan if plan is not None and 0 < plan.layers_at_least <= plan.layers_total == total else None
+
+
+def _heed_killed(key: str, path: Path) -> None:
+    with contextlib.suppress(UserError):
+        last = RunningPlan.read(path)
+        now = device.oom_kill_count()
+        if _is_alive(last):
+            return  # it runs at this moment: two starts of the same job
+        if last.oom_kills is not None and now is not None and now > last.oom_kills:
+            reason = "the kernel ended it for lack of memory"
+            out_of_memory.remember(key, last.layers_recomputed, last.layers_total, reason)
+    path.unlink(missing_ok=True)
 
 
 def leave_running_plan(key: str, recomputed: int, total: int) -> None:
