@@ -323,6 +323,7 @@ def test_the_plot_needs_nothing_else(tmp_path: Path) -> None:
     [
         ([], "--model and --module"),
         (["--model", "deepspeed/llama3-8b", "--device-memory", "lots"], "6GiB, 512MiB, 80GB"),
+        (["--model", "deepspeed/llama3-8b", "--device-memory", "80"], "is a unit missing?"),
         (["--model", "deepspeed/llama3-8b", "--optimizer", "adamww"], "adamw"),
         (["--model", "deepspeed/llama3-8b", "--plot", "plan.png"], "--plot plan.html"),
         (["--model", "deepspeed/llama3-8b", "--plot", "no/such/plan.html"], "there is no folder no/such"),
@@ -342,6 +343,18 @@ def test_a_malformed_budget_in_the_environment(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "TRAINING_XPU_MEMORY_BUDGET is '6 gigs'" in done.stderr
     assert "6GiB, 512MiB, 80GB" in done.stderr
+
+
+def test_a_live_budget_in_the_environment(tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny")
+    arguments = ("--model", "ddp/./tiny", "--seq-len", "64", "--micro-batch", "8")
+    live = [o["predicted_live_bytes"] for o in document(*arguments, folder=tmp_path)["options"]]
+    plan = document(*arguments, folder=tmp_path, TRAINING_XPU_MEMORY_BUDGET=f"live:{live[1]}")
+    assert (plan["budget_live"], plan["budget_bytes"], plan["recommended_layers"]) == (True, live[1], 1)
+    wrong = ljperf(*arguments, folder=tmp_path, TRAINING_XPU_MEMORY_BUDGET="live:6 gigs")
+    assert wrong.returncode == 2
+    assert "TRAINING_XPU_MEMORY_BUDGET is 'live:6 gigs'" in wrong.stderr
+    assert "live:6GiB" in wrong.stderr
 
 
 def test_options_in_a_file(tmp_path: Path) -> None:

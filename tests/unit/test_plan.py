@@ -13,7 +13,7 @@ import pytest
 
 from training_xpu.cli import plan as verb
 from training_xpu.errors import UserError
-from training_xpu.perf import calibrate, plan
+from training_xpu.perf import calibrate, plan, plan_plot
 from training_xpu.perf.plan_records import PlanDocument
 from training_xpu.perf.plan_subject import PlanRequest, build_subject
 from training_xpu.perf.records import RunRecord, Summary
@@ -79,6 +79,95 @@ def test_parts_add_up_and_the_overhead_is_what_is_expected_beyond_live_bytes(
         assert option.predicted_peak_interval_bytes == (live, live + live // 5)
         assert option.parts["overhead"] == option.predicted_peak_bytes - live == pytest.approx(live / 10, abs=1)
         assert sum(option.parts.values()) == option.predicted_peak_bytes
+
+
+def test_a_live_budget_is_compared_with_live_tensors_alone(
+    planned: Callable[..., PlanDocument], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = [option.predicted_live_bytes for option in planned().options]
+    monkeypatch.setenv("TRAINING_XPU_MEMORY_BUDGET", f"live:{live[2]}")
+    document = planned(device_memory=None)
+    assert (document.budget_live, document.budget_bytes, document.recommended_layers) == (True, live[2], 2)
+    assert [option.fits for option in document.options] == [size <= live[2] for size in live]
+    assert document.options[2].predicted_peak_interval_bytes[1] > live[2]
+    assert planned(device_memory=f"live:{live[2]}").recommended_layers == 2
+    verb.show(document)
+    shown = capsys.readouterr().out
+    assert "live" in document.amount_names
+    assert "up to" not in shown
+    assert f"{live[2] / 2**20:.2f} MiB (TRAINING_XPU_MEMORY_BUDGET=live:{live[2]})" in shown
+    assert '"live" must fit it' in shown
+
+
+def test_what_does_not_fit_a_live_budget_is_told_in_live_tensors(planned: Callable[..., PlanDocument]) -> None:
+    live = planned().options[-1].predicted_live_bytes
+    document = planned(device_memory=f"live:{live - 1}")
+    error = plan.does_not_fit(document)
+    assert f"its live tensors need {live / 2**20:.2f} MiB of" in error.problem
+    assert "overhead" not in error.problem
+    half = planned(micro_batch=4).options[-1].predicted_live_bytes
+    assert document.suggestions == [f"--micro-batch 4 ({half / 2**20:.2f} MiB)"]
+
+
+def test_a_small_model_is_shown_in_mebibytes(
+    planned: Callable[..., PlanDocument], capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = planned()
+    option = document.options[0]
+    verb.show(document)
+    title, *rows = capsys.readouterr().out.splitlines()
+    assert title.rstrip().endswith("; MiB of one rank")
+    first = next(row for row in rows if row.strip().startswith("0 of 4"))
+    assert f"{option.predicted_peak_bytes / 2**20:.2f}" in first
+    assert "peak MiB" in plan_plot.plot_page(document)
+    error = plan.does_not_fit(planned(2**21))
+    assert " GiB" not in str(error)
+    larger = option.model_copy(update={"predicted_peak_interval_bytes": (0, 2 * GIB)})
+    verb.show(document.model_copy(update={"options": [larger, *document.options[1:]]}))
+    assert capsys.readouterr().out.splitlines()[0].rstrip().endswith("; GiB of one rank")
+
+
+def test_the_title_says_what_a_bare_number_is(planned: Callable[..., PlanDocument]) -> None:
+    document = planned()
+    assert plan_plot.title(document).endswith(", 1 rank, 8 x 256 tokens, fp32")
+    own = document.model_copy(update={"sequence_length": None, "world_size": 8})
+    assert plan_plot.title(own).endswith(", 8 ranks, batch 8, fp32")
+
+
+def test_what_was_not_given_is_said(planned: Callable[..., PlanDocument], capsys: pytest.CaptureFixture[str]) -> None:
+    document = planned(world_size=None)
+    assert document.defaults == ["8 ranks, the default of a folder"]
+    verb.show(document)
+    assert "Not given: 8 ranks, the default of a folder." in capsys.readouterr().out
+    verb.show(planned())
+    assert "Not given" not in capsys.readouterr().out
+
+
+def test_what_is_never_written_to_is_alive_and_not_resident(
+    planned: Callable[..., PlanDocument], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = {"model": f"deepspeed/{tmp_path}", "zero": 2}
+    resident, reserved = planned(device="cpu", **engine), planned(**engine)
+    parameters = resident.parameters
+    # In the bucket of half a billion elements no more is written to than there are gradients.
+    never = 4 * (500_000_000 - 2 * parameters)
+    for option, other in zip(resident.options, reserved.options, strict=True):
+        live, untouched = option.predicted_live_bytes, option.untouched_bytes
+        assert untouched >= never
+        touched = live - untouched
+        assert option.predicted_peak_interval_bytes == (touched, touched + touched // 5)
+        assert option.parts["overhead"] == option.predicted_peak_bytes - touched
+        assert sum(option.parts.values()) == option.predicted_peak_bytes
+        assert other.untouched_bytes == 0
+        assert other.parts["communication buffers"] - option.parts["communication buffers"] == untouched
+    verb.show(resident)
+    assert "allocated and never written to" in capsys.readouterr().out
+    verb.show(reserved)
+    assert "never written to" not in capsys.readouterr().out
+    least = min(option.predicted_live_bytes for option in resident.options)
+    assert planned(device="cpu", device_memory=f"live:{least}", **engine).recommended_layers is not None
+    short = planned(device="cpu", device_memory=f"live:{least - 1}", **engine)
+    assert "largest: buffers never written to" in plan.does_not_fit(short).problem
 
 
 def test_states_and_saved_activations_by_hand(planned: Callable[..., PlanDocument]) -> None:
@@ -200,8 +289,10 @@ def run_record(**changes: Any) -> RunRecord:
     ("changes", "said"),
     [
         ({"status": "failed"}, "not completed"),
-        ({"summary": None}, "not completed"),
+        ({"status": "interrupted", "summary": None}, "not completed"),
+        ({"summary": None}, "a command of your own"),
         ({}, "a command of your own"),
+        ({"config": object(), "summary": None}, "without measured steps"),
         ({"config": object(), "features": ["recompute"]}, "features"),
         ({"config": object(), "kind": "allocator peak"}, "reserved"),
         ({"config": object(), "kind": "peak resident set since process start"}, "per step"),
@@ -223,6 +314,40 @@ def test_a_completed_run_of_a_known_model_is_a_sample() -> None:
     assert calibrate.unsuitable(run_record(config=config)) is None
     assert calibrate.unsuitable("damaged") == "unreadable"
     assert calibrate.device_kind_of(run_record(fingerprint={"hardware": {"kind": "cuda"}})) == "cuda"
+
+
+def test_each_reason_for_passing_over_runs_is_said(tmp_path: Path) -> None:
+    runs: list[dict[str, Any]] = [{"status": "failed"}, {"summary": None}, {"summary": None}, {}]
+    for number, changes in enumerate(runs):
+        folder = tmp_path / f"20261201-00000{number}-ddp-x-base"
+        folder.mkdir()
+        run_record(**changes).write(folder / "run.json")
+    found = calibrate.collect(tmp_path, print)
+    assert found.passed_over == {"not completed": 1, "of a command of your own, whose model is not known": 3}
+
+
+def test_samples_leave_out_what_is_never_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Prediction:
+        blocks = 2
+        peaks = (500, 450, 400)
+
+        def untouched(self, recomputed: int) -> int:
+            return 100 + recomputed
+
+    setting = TrainingSetting(engine="deepspeed", zero_stage=2)
+    monkeypatch.setattr(calibrate, "setting_of_job", lambda job, kind: setting)
+    monkeypatch.setattr("training_xpu.perf.plan_subject.meta_model", lambda config: None)
+    monkeypatch.setattr("training_xpu.recompute.prediction.predict.predict_peaks", lambda model, setting: Prediction())
+
+    @dataclass
+    class Job:
+        gradient_checkpointing: bool
+        model: str = "of a test"
+
+    plain: Any
+    plain, recomputed = (calibrate._sample(run_record(config=Job(on)), {}) for on in (False, True))
+    assert plain == ("deepspeed zero-2", 500 - 100, 500 - 100, 900)
+    assert recomputed == ("deepspeed zero-2", 400 - 102, 500 - 102, 900)
 
 
 def test_calibrating_needs_runs(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,15 @@ def without_inputs():
     return Net()
 
 
+def reads_a_value():
+    rates = [x.item() for x in torch.linspace(0, 0.1, 4)]
+    return Net(), torch.zeros(2, 5, 8)
+
+
+def wants_a_width(width):
+    return Net()
+
+
 def fails():
     raise RuntimeError("no weights here\\nand more")
 
@@ -96,7 +106,8 @@ def test_a_catalogue_model_has_the_setting_it_is_meant_for() -> None:
     subject = build_subject(PlanRequest(model="deepspeed/llama3.2-1b"))
     assert (subject.engine, subject.zero_stage, subject.device_kind) == ("deepspeed", 3, "accelerator")
     assert subject.budget.bytes == 85_520_809_984  # 81,559 MiB
-    assert "nvidia-h100-80gb" in subject.budget.source
+    assert subject.budget.source == "nvidia-h100-80gb, the device the model is meant for"
+    assert (subject.dtype, subject.defaults) == ("bf16", ())
     assert sum(p.numel() for p in subject.model.parameters()) == 1_235_814_400
     assert {p.device.type for p in subject.model.parameters()} == {"meta"}
     assert subject.model.training
@@ -111,6 +122,39 @@ def test_a_local_folder(folder: Path) -> None:
     assert subject.budget.bytes == 3 * 2**30
 
 
+def test_what_nobody_has_decided_for_a_folder_is_called_a_default(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRAINING_XPU_MEMORY_BUDGET", raising=False)
+    subject = build_subject(PlanRequest(model=f"fsdp/{folder}"))
+    assert subject.budget.source == "nvidia-h100-80gb, the default device of a folder"
+    assert subject.defaults == ("8 ranks, the default of a folder",)
+    assert build_subject(PlanRequest(model=f"fsdp/{folder}", world_size=8)).defaults == ()
+
+
+def test_a_share_says_of_what(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = build_subject(PlanRequest(model="ddp/llama3.2-1b", device_memory="90%")).budget
+    expected = "90% of 79.65 GiB, nvidia-h100-80gb, the device the model is meant for"
+    assert share.source == f"--device-memory={expected}"
+    monkeypatch.setenv("TRAINING_XPU_MEMORY_BUDGET", "90%")
+    assert build_subject(PlanRequest(model="ddp/llama3.2-1b")).budget.source == f"TRAINING_XPU_MEMORY_BUDGET={expected}"
+
+
+@pytest.mark.parametrize("memory", ["this", "1GiB"])
+def test_the_dtype_on_cpus_is_the_one_it_has_kernels_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, memory: str
+) -> None:
+    request = PlanRequest(model=f"ddp/{folder}", device="cpu", device_memory=memory, world_size=1)
+    for kernels, dtype, said in ((False, "fp32", ("fp32, for this CPU has no bf16 kernels",)), (True, "bf16", ())):
+        monkeypatch.setattr("training_xpu.device.has_bf16_kernels", lambda kernels=kernels: kernels)
+        subject = build_subject(request)
+        assert (subject.dtype, subject.defaults) == (dtype, said)
+        explicit = build_subject(replace(request, dtype="bf16"))
+        assert (explicit.dtype, explicit.defaults) == ("bf16", ())
+    monkeypatch.setattr("training_xpu.device.has_bf16_kernels", lambda: False)
+    assert build_subject(PlanRequest(model=f"ddp/{folder}")).dtype == "bf16"
+
+
 def test_building_without_weights_leaves_the_random_numbers_alone() -> None:
     before = torch.random.get_rng_state()
     meta_model(TINY)
@@ -123,8 +167,13 @@ def test_a_budget_is_the_option_else_the_variable_else_the_target(monkeypatch: p
     assert build_subject(request).budget.bytes == 85_520_809_984 // 2
     monkeypatch.setenv("TRAINING_XPU_MEMORY_BUDGET", "6GiB")
     assert build_subject(request).budget.bytes == 6 * 2**30
+    assert not build_subject(request).budget.live
     given = PlanRequest(model="ddp/llama3.2-1b", device_memory="5000000")
     assert build_subject(given).budget.bytes == 5_000_000
+    monkeypatch.setenv("TRAINING_XPU_MEMORY_BUDGET", "live:6GiB")
+    for live in (request, replace(given, device_memory="live:6GiB"), replace(request, device_memory="this")):
+        limit = build_subject(live).budget
+        assert (limit.bytes, limit.live) == (6 * 2**30, True)
 
 
 def test_a_plan_for_cpus_knows_no_target(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +219,9 @@ def test_this_machine_is_shared_by_its_ranks(folder: Path, monkeypatch: pytest.M
         (PlanRequest(model="ddp/lama3-8b"), "Did you mean ddp/llama3-8b"),
         (PlanRequest(model="ddp/train:build"), "Write --module train:build --engine ddp."),
         (PlanRequest(model="ddp/llama3-8b", device_memory="80 gigs"), "6GiB, 512MiB, 80GB"),
+        (PlanRequest(model="ddp/llama3-8b", device_memory="80 gigs"), "live:6GiB"),
         (PlanRequest(model="ddp/llama3-8b", device_memory="0"), "at least one byte"),
+        (PlanRequest(model="ddp/llama3-8b", device_memory="80"), "is a unit missing?\nSuch as: 80GiB"),
         (PlanRequest(model="ddp/llama3-8b", device_memory="101%"), "at most 100%"),
         (PlanRequest(model="ddp/llama3-8b", device_memory="nan"), "no amount of memory"),
         (PlanRequest(model="ddp/llama3-8b", device_memory="-1GiB"), "no amount of memory"),
@@ -188,6 +239,7 @@ def test_a_function_gives_a_module_and_inputs(functions: str, capsys: pytest.Cap
     assert capsys.readouterr().out == ""  # a document may follow there
     assert (subject.name, subject.engine, subject.micro_batch) == (f"{functions}:build", "deepspeed", 6)
     assert subject.sequence_length is None
+    assert subject.defaults == ("1 rank, the default of a function",)
     assert subject.inputs is not None
     assert subject.inputs["x"].device.type == "meta"
     assert {p.device.type for p in subject.model.parameters()} == {"meta"}
@@ -207,6 +259,9 @@ def test_a_tensor_is_the_first_parameter_of_forward(functions: str) -> None:
         ("biuld", "Did you mean build"),
         ("number", "cannot be called"),
         ("fails", "RuntimeError: no weights here"),
+        ("fails", "It is called without arguments, on the meta device"),
+        ("reads_a_value", "\nIt is called on the meta device, where tensors have shapes and no values."),
+        ("wants_a_width", "\nIt is called without arguments."),
         ("ends", "SystemExit: 3"),
         ("text", "returns a str, not a torch.nn.Module"),
         ("too_many", "3 inputs, and forward has parameters for 2"),

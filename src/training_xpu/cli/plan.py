@@ -158,10 +158,9 @@ def show(document: PlanDocument) -> None:
     from training_xpu.recompute.budget import size_text, unit_for
 
     unit = unit_for(document.largest_bytes)
-    live = ["live"] if document.budget_live else []
     console.table(
         f"{title(document)}; {unit.name} of one rank",
-        ["recomputed", *document.parts, *live, "peak", "up to", "step time", ""],
+        ["recomputed", *document.amount_names, "step time", ""],
         [_row(document, option, unit) for option in _selected(document)],
     )
     console.result(_recommendation(document))
@@ -179,7 +178,7 @@ def show(document: PlanDocument) -> None:
     if untouched:
         console.result(
             f"Communication buffers: without {size_text(untouched)} of them that are allocated and never written to, "
-            "and so not resident."
+            f"and so not resident{'; live tensors count them' if document.budget_live else ''}."
         )
     console.result(f"Overhead: {_calibration(document.calibration)}.")
     console.result(f"Step time: by {document.step_time_source}.")
@@ -197,13 +196,11 @@ def _selected(document: PlanDocument) -> list[PlanOption]:
 
 
 def _row(document: PlanDocument, option: PlanOption, unit: Unit) -> list[str]:
-    from training_xpu.perf.plan_plot import amounts
-
     ratio = option.predicted_step_time_ratio
     recommended = option.layers == document.recommended_layers
     return [
         f"{option.layers} of {document.layers}",
-        *(unit.number(size) for size in amounts(document, option)),
+        *(unit.number(size) for size in document.amounts(option)),
         "?" if ratio is None else f"{ratio:.3f}",
         "<- recommended" if recommended else "" if option.fits else "does not fit",
     ]

@@ -164,7 +164,8 @@ def _sample(record: RunRecord, predicted: dict[str, tuple[int, int]]) -> Sample:
     """The prediction for a run beside its measurements.
 
     Args:
-        predicted: earlier predictions, the peak and what of it is never written to, by model and setting, so that repeated runs cost nothing.
+        predicted: earlier predictions by model and setting, so that repeated runs cost nothing: the peak, and what
+            of it is never written to.
     """
     from training_xpu.perf.plan_subject import meta_model
     from training_xpu.recompute.prediction.calibration import Sample

@@ -258,9 +258,9 @@ def does_not_fit(document: PlanDocument) -> JobFailed:
     if HEAD_AND_LOSS in dict(largest):
         remedy += "; a loss computed in chunks would take away most of the head and loss"
     return JobFailed(
-        f"{document.model} does not fit: with all {document.layers} blocks recomputed it needs "
-        f"{'' if document.budget_live else 'up to '}{unit.amount(needed)} of {size_text(document.budget_bytes)}"
-        f"{' for live tensors' if document.budget_live else ''} (largest: {parts})",
+        f"{document.model} does not fit: with all {document.layers} blocks recomputed "
+        f"{'its live tensors need' if document.budget_live else 'it needs up to'} {unit.amount(needed)} of "
+        f"{size_text(document.budget_bytes)} (largest: {parts})",
         remedy,
     )
 

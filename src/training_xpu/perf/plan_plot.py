@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from training_xpu.errors import UserError
-from training_xpu.perf.plan_records import PlanDocument, PlanOption
+from training_xpu.perf.plan_records import PlanDocument
 from training_xpu.recompute.budget import unit_for
 from training_xpu.records import write_atomically
 
@@ -104,23 +104,15 @@ def title(document: PlanDocument) -> str:
     return f"{document.model}{stage}, {ranks}, {batch}, {document.dtype}"
 
 
-def amounts(document: PlanDocument, option: PlanOption) -> list[int]:
-    """One row of a table: each part, with a budget of live tensors these, the peak and its upper end."""
-    live = [option.predicted_live_bytes] if document.budget_live else []
-    parts = (option.parts.get(part, 0) for part in document.parts)
-    return [*parts, *live, option.predicted_peak_bytes, option.predicted_peak_interval_bytes[1]]
-
-
 def _table(document: PlanDocument) -> str:
     unit = unit_for(document.largest_bytes)
-    live = ["live"] if document.budget_live else []
-    heads = [f"{head} {unit.name}" for head in (*document.parts, *live, "peak", "up to")]
+    heads = [f"{name} {unit.name}" for name in document.amount_names]
     rows = []
     for option in document.options:
         ratio = option.predicted_step_time_ratio
         cells = [
             str(option.layers),
-            *(unit.number(size) for size in amounts(document, option)),
+            *(unit.number(size) for size in document.amounts(option)),
             "unknown" if ratio is None else f"{ratio:.3f}",
         ]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")

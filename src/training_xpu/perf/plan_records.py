@@ -62,8 +62,8 @@ class PlanDocument(Record):
     layers: int
     budget_bytes: int  # of one rank
     budget_source: str
-    budget_live: bool  # it is one of live tensor bytes alone
-    defaults: list[str]  # for people: what was not given, and nobody has said what the model is meant for
+    budget_live: bool  # whether it counts live tensor bytes alone
+    defaults: list[str]  # for people: what was assumed, for it was not given and the model does not say it
     recommended_layers: int | None  # the fewest that fit; null where none do
     policy: Policy
     options: list[PlanOption]  # element n: the first n blocks recomputed
@@ -76,10 +76,20 @@ class PlanDocument(Record):
         """What must be within the budget."""
         return option.predicted_live_bytes if self.budget_live else option.predicted_peak_interval_bytes[1]
 
+    def amounts(self, option: PlanOption) -> list[int]:
+        """Of an option, what a table shows: each part, the peak and what must be within the budget."""
+        parts = (option.parts.get(part, 0) for part in self.parts)
+        return [*parts, option.predicted_peak_bytes, self.needed_bytes(option)]
+
+    @property
+    def amount_names(self) -> list[str]:
+        """What `amounts` are called."""
+        return [*self.parts, "peak", "live" if self.budget_live else "up to"]
+
     @property
     def largest_bytes(self) -> int:
         """The largest amount of all options, which decides about the unit of a table."""
-        return max(max(o.predicted_live_bytes, o.predicted_peak_interval_bytes[1]) for o in self.options)
+        return max(max(self.amounts(option)) for option in self.options)
 
 
 class CalibrationDocument(Record):

@@ -69,7 +69,7 @@ class Subject:
     dtype: str
     device_kind: str  # "cpu" or "accelerator"
     budget: budget.Budget
-    defaults: tuple[str, ...]  # for people: what was not given, and nobody has said what the model is meant for
+    defaults: tuple[str, ...]  # for people: what was assumed, for it was not given and the model does not say it
 
 
 def build_subject(request: PlanRequest) -> Subject:

@@ -12,7 +12,10 @@ from training_xpu.errors import UserError
 VARIABLE = "TRAINING_XPU_MEMORY_BUDGET"
 LIVE = "live:"
 SIZES = "Write bytes (6442450944), a size (6GiB, 512MiB, 80GB), or live:6GiB for live tensors alone."
-FORMS = SIZES.replace(", or", ", a share of the limit (80%), or")
+FORMS = (
+    "Write bytes (6442450944), a size (6GiB, 512MiB, 80GB), a share of the limit (80%), or live:6GiB for live tensors "
+    "alone."
+)
 _LEAST_WITHOUT_UNIT = 1 << 20  # bytes; nothing trains in less, so that a smaller number was meant in GiB
 
 _UNITS = {
