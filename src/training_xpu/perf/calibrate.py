@@ -198,12 +198,15 @@ def calibration_for(device_type: str) -> tuple[Calibration, str]:
     Raises:
         UserError: the file is damaged, or from a newer version.
     """
-    from training_xpu.recompute.prediction.calibration import Calibration, shipped
+    from training_xpu.recompute.prediction.calibration import VERSION, Calibration, shipped
 
     file = calibration_file(device_type)
-    if file.exists():
-        return Calibration.read(file), f"fitted here ({file})"
-    return shipped(device_type), SHIPPED
+    if not file.exists():
+        return shipped(device_type), SHIPPED
+    found = Calibration.read(file)
+    if found.schema_version < VERSION:
+        return shipped(device_type), f"{SHIPPED}; {file} is of an older version: fit it again with --calibrate"
+    return found, f"fitted here ({file})"
 
 
 def calibration_record(calibration: Calibration, source: str) -> PlanCalibration:

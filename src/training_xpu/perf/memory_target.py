@@ -43,7 +43,7 @@ def with_memory_budget(job: JobConfig, asked: str | None, device_type: str, say:
         budget, text = read_budget(asked, limit, "--memory-budget"), asked
     elif job.scale.kind == "proxy":
         budget = scaled_budget(job, prediction, say)
-        text = f"{LIVE}{budget.bytes}"
+        text = f"{LIVE}{budget.bytes}B"
     else:
         budget, text = limit, None
     fitting = [

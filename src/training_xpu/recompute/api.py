@@ -57,7 +57,7 @@ class Optimizing:
         def budget() -> Budget:
             if self._asked is None:
                 return memory_budget(place.local_world_size, device)
-            return read_budget(str(self._asked), memory_limit(place.local_world_size, device), "budget")
+            return read_budget(_written(self._asked), memory_limit(place.local_world_size, device), "budget")
 
         self._controller = start(event.module, budget)
         if self._controller is not None:
@@ -68,6 +68,10 @@ class Optimizing:
             self._controller.after_step()
 
 
+def _written(budget: str | int) -> str:
+    return f"{budget}B" if isinstance(budget, int) and not isinstance(budget, bool) else str(budget)
+
+
 def optimize(model: Any, budget: str | int | None = None) -> Optimizing:
     """Recomputes the fewest blocks of a model that fit a memory budget, from its next training forward on.
 
@@ -76,7 +80,7 @@ def optimize(model: Any, budget: str | int | None = None) -> Optimizing:
 
     Args:
         model: a torch.nn.Module, wrapped by an engine (DDP, DeepSpeed, FSDP) or to be wrapped later.
-        budget: of this rank: bytes, a size such as "6GiB", or a share such as "80%"; None: what
+        budget: of this rank: bytes, a size such as "6GiB" or "live:6GiB", or a share such as "80%"; None: what
             TRAINING_XPU_MEMORY_BUDGET says, or all that the device or the machine's limits leave this rank.
 
     Raises:
@@ -86,7 +90,7 @@ def optimize(model: Any, budget: str | int | None = None) -> Optimizing:
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise UserError(f"optimize takes a torch.nn.Module, not {given}", "Such as: optimize(model, budget='6GiB')")
     if budget is not None:
-        read_budget(str(budget), Budget(2**62, ""), "budget")
+        read_budget(_written(budget), Budget(2**62, ""), "budget")
     if not find_blocks(model):
         raise UserError(
             f"{type(unwrap(model)).__name__} has no repeated blocks to recompute",

@@ -2,11 +2,11 @@
 
     total = baseline of the engine + slope x live
 
-The baseline is what a training process has beside tensors, such as libraries and the collectives' buffers. It may be
-negative: DeepSpeed allocates buckets that small models hardly touch, and what is never touched is not resident. The
-slope is what the allocator keeps between and beside tensors. Both are fitted to measured runs by least absolute
-relative error, which a few odd runs do not bend. Every run is predicted from a fit to the others; the spread of these
-errors gives the interval.
+On CPUs live bytes count here without what is never written to, such as buckets larger than a model's gradients: that
+does not become resident. The baseline is what a training process has beside tensors, such as libraries and the
+collectives' buffers. The slope is what the allocator keeps between and beside tensors. Both are fitted to measured runs
+by least absolute relative error, which a few odd runs do not bend. Every run is predicted from a fit to the others; the
+spread of these errors gives the interval.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pydantic import Field
 from training_xpu.errors import UserError
 from training_xpu.records import Record
 
+VERSION = 2
 FEWEST_SAMPLES = 6  # for a slope, baselines and their spread
 _SLOPES = [1.0 + step / 100 for step in range(61)]  # nothing is resident twice as large as it is alive
 
@@ -36,8 +37,9 @@ class Sample(NamedTuple):
 
 
 class Calibration(Record):
-    """A fit for one kind of device and allocator."""
+    """A fit for one kind of device and allocator; before version 2, buffers never written to counted as live."""
 
+    schema_version: int = Field(default=VERSION, alias="schema")
     device_kind: str  # "cpu", or torch's name of an accelerator
     allocator: str
     samples: int  # measured runs; 0: assumed, nothing was measured
