@@ -14,9 +14,11 @@ import pytest
 from training_xpu.cli import plan as verb
 from training_xpu.errors import UserError
 from training_xpu.perf import calibrate, plan, plan_plot
+from training_xpu.perf.calibrate import calibration_file, calibration_for
 from training_xpu.perf.plan_records import PlanDocument
 from training_xpu.perf.plan_subject import PlanRequest, build_subject
 from training_xpu.perf.records import RunRecord, Summary
+from training_xpu.recompute.prediction.calibration import shipped
 from training_xpu.recompute.prediction.setting import TrainingSetting
 from training_xpu.records import Record
 
@@ -361,3 +363,16 @@ def test_calibrating_needs_runs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"0 runs .* 6 of one kind of device are needed .*1 not completed") as refused:
         calibrate.calibrate_from(tmp_path, print)
     assert refused.value.exit_code == 2
+
+
+def test_a_calibration_of_an_older_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINING_XPU_CACHE", str(tmp_path))
+    own = shipped("cpu").model_copy(update={"baseline": 12345})
+    file = calibration_file("cpu")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    own.write(file)
+    assert calibration_for("cpu")[0].baseline == 12345
+    own.model_copy(update={"schema_version": 1}).write(file)
+    found, source = calibration_for("cpu")
+    assert found == shipped("cpu")
+    assert "fit it again with --calibrate" in source
