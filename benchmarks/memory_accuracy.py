@@ -9,6 +9,7 @@ say.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import warnings
@@ -101,7 +102,8 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     options = parser(__doc__ or "", rounds=70, quick_rounds=8).parse_args()
     cases = sample(rounds_of(options))
-    predictions = [predicted(case) for case in cases]
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout
+        predictions = [predicted(case) for case in cases]
     rows: list[dict[str, Any]] = []
 
     def report(number: int, measured: dict[str, Any]) -> None:
