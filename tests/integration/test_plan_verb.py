@@ -115,7 +115,7 @@ def test_the_table_marks_the_recommended_row(tmp_path: Path) -> None:
     (marked,) = (line for line in done.stdout.splitlines() if "<- recommended" in line)
     layers = int(marked.split()[0])
     assert f"Recommended: recompute {layers} of 32 blocks" in done.stdout
-    assert "calibration 1 for accelerator" in done.stdout
+    assert "calibration 2 for accelerator" in done.stdout
     rows = [line for line in done.stdout.splitlines() if " of 32 " in line and "Recommended" not in line]
     assert len(rows) <= 9
     assert {rows[0].split()[0], rows[-1].split()[0]} == {"0", "32"}

@@ -35,6 +35,15 @@ def test_coefficients_are_found_again() -> None:
     assert (fitted.device_kind, fitted.allocator, fitted.samples) == ("cpu", "glibc", 18)
 
 
+def test_engines_with_enough_runs_have_slopes_of_their_own() -> None:
+    steep, flat = samples(2.4, {"fsdp": 400 * MIB}, 0.0, 6), samples(1.3, {"ddp": 500 * MIB}, 0.0, 8, seed=2)
+    few = samples(1.3, {"zero": 600 * MIB}, 0.0, 2, seed=3)
+    fitted = fit([*steep, *flat, *few], "cpu", "glibc", "a test")
+    assert fitted.slopes == pytest.approx({"fsdp": 2.4, "ddp": 1.3})
+    assert fitted.expected(1000 * MIB, "fsdp") == pytest.approx(2800 * MIB, abs=4)
+    assert fitted.expected(1000 * MIB, "zero") == pytest.approx(1900 * MIB, abs=4)
+
+
 def test_an_odd_run_bends_nothing() -> None:
     straight = samples(1.1, {"ddp": 400 * MIB}, 0.0, 12)
     odd = straight[3]._replace(measured_total=3 * straight[3].measured_total)

@@ -1,12 +1,13 @@
 """What an allocator holds for a peak of live tensor bytes: resident memory on CPUs, reserved memory on accelerators.
 
-    total = baseline of the engine + slope x live
+    total = baseline of the engine + slope of the engine x live
 
 On CPUs live bytes count here without what is never written to, such as buckets larger than a model's gradients: that
 does not become resident. The baseline is what a training process has beside tensors, such as libraries and the
-collectives' buffers. The slope is what the allocator keeps between and beside tensors. Both are fitted to measured runs
-by least absolute relative error, which a few odd runs do not bend. Every run is predicted from a fit to the others; the
-spread of these errors gives the interval.
+collectives' buffers. The slope is what the allocator keeps between and beside tensors; under FSDP2, whose gathered
+weights come and go in large pieces, that is more than elsewhere. Engines with few runs share one. Both are fitted to
+measured runs by least absolute relative error, which a few odd runs do not bend. Every run is predicted from a fit to
+the others; the spread of these errors gives the interval.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from training_xpu.records import Record
 
 VERSION = 2
 FEWEST_SAMPLES = 6  # for a slope, baselines and their spread
-_SLOPES = [1.0 + step / 100 for step in range(61)]  # nothing is resident twice as large as it is alive
+ENOUGH_FOR_A_SLOPE = 5  # samples of one engine
+_SLOPES = [1.0 + step / 50 for step in range(101)]
 
 
 class Sample(NamedTuple):
@@ -44,7 +46,8 @@ class Calibration(Record):
     allocator: str
     samples: int  # measured runs; 0: assumed, nothing was measured
     fitted_on: str  # for people: which runs
-    slope: float = Field(ge=1.0)
+    slope: float = Field(ge=1.0)  # of engines without one of their own
+    slopes: dict[str, float] = Field(default_factory=dict)
     baselines: dict[str, int]  # engine -> bytes
     baseline: int  # of an engine that no sample has
     interval_factor: float = Field(ge=1.0)  # 95 % of totals are within expected / factor .. expected x factor
@@ -53,7 +56,8 @@ class Calibration(Record):
 
     def expected(self, live: int, engine: str) -> int:
         """Bytes the process will hold with this peak of live bytes."""
-        return max(1, round(self.slope * live) + self.baselines.get(engine, self.baseline))
+        slope = self.slopes.get(engine, self.slope)
+        return max(1, round(slope * live) + self.baselines.get(engine, self.baseline))
 
     def interval(self, live: int, engine: str) -> tuple[int, int]:
         """Its 95 % interval."""
@@ -76,7 +80,7 @@ def fit(samples: Sequence[Sample], device_kind: str, allocator: str, fitted_on: 
     """
     if len(samples) < FEWEST_SAMPLES:
         raise UserError(f"{len(samples)} runs are too few to calibrate with", f"At least {FEWEST_SAMPLES} are needed.")
-    slope, baselines, baseline = _fitted(samples)
+    fitted = _fitted(samples)
     ratios = []
     for index, left_out in enumerate(samples):
         others = [s for i, s in enumerate(samples) if i != index]
@@ -86,19 +90,36 @@ def fit(samples: Sequence[Sample], device_kind: str, allocator: str, fitted_on: 
         allocator=allocator,
         samples=len(samples),
         fitted_on=fitted_on,
-        slope=slope,
-        baselines=baselines,
-        baseline=baseline,
+        slope=fitted.slope,
+        slopes=fitted.slopes,
+        baselines=fitted.baselines,
+        baseline=fitted.baseline,
         interval_factor=_interval_factor(ratios),
         error=statistics.median(abs(ratio - 1) for ratio in ratios),
         live_error=statistics.median(abs(s.predicted_live / s.measured_live - 1) for s in samples),
     )
 
 
-_Fitted = tuple[float, dict[str, int], int]
+class _Fitted(NamedTuple):
+    slope: float
+    slopes: dict[str, float]
+    baselines: dict[str, int]
+    baseline: int
 
 
 def _fitted(samples: Sequence[Sample]) -> _Fitted:
+    shared = _with_best_slope(samples)
+    slopes: dict[str, float] = {}
+    baselines = dict(shared.baselines)
+    for engine in baselines:
+        own = [sample for sample in samples if sample.engine == engine]
+        if len(own) >= ENOUGH_FOR_A_SLOPE:
+            alone = _with_best_slope(own)
+            slopes[engine], baselines[engine] = alone.slope, alone.baselines[engine]
+    return _Fitted(shared.slope, slopes, baselines, shared.baseline)
+
+
+def _with_best_slope(samples: Sequence[Sample]) -> _Fitted:
     """For each slope the medians of what is left are the best baselines; the slope with the smallest error wins."""
     return min((_with_slope(samples, slope) for slope in _SLOPES), key=lambda fitted: _error(samples, fitted))
 
@@ -108,7 +129,8 @@ def _with_slope(samples: Sequence[Sample], slope: float) -> _Fitted:
     for sample in samples:
         rest.setdefault(sample.engine, []).append(sample.measured_total - slope * sample.predicted_live)
     baselines = {engine: round(statistics.median(values)) for engine, values in rest.items()}
-    return slope, baselines, round(statistics.median(value for values in rest.values() for value in values))
+    overall = round(statistics.median(value for values in rest.values() for value in values))
+    return _Fitted(slope, {}, baselines, overall)
 
 
 def _error(samples: Sequence[Sample], fitted: _Fitted) -> float:
@@ -116,8 +138,8 @@ def _error(samples: Sequence[Sample], fitted: _Fitted) -> float:
 
 
 def _total(fitted: _Fitted, sample: Sample) -> int:
-    slope, baselines, baseline = fitted
-    return max(1, round(slope * sample.predicted_live) + baselines.get(sample.engine, baseline))
+    slope = fitted.slopes.get(sample.engine, fitted.slope)
+    return max(1, round(slope * sample.predicted_live) + fitted.baselines.get(sample.engine, fitted.baseline))
 
 
 def _interval_factor(ratios: Sequence[float]) -> float:
