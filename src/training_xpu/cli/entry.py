@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 
@@ -13,3 +15,17 @@ def main() -> int:
     except KeyboardInterrupt:
         print("ljperf: interrupted", file=sys.stderr)
         return 130
+    finally:
+        _let_go_of_broken_streams()
+
+
+def _let_go_of_broken_streams() -> None:
+    """What a reader that has left did not take must not change the exit code: the interpreter would end with 120."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            stream.flush()
+        except ValueError:  # closed
+            continue
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
