@@ -68,8 +68,8 @@ def test_a_budget_that_nothing_meets_names_the_largest_parts_and_ways_out(monkey
     with pytest.raises(JobFailed) as caught:
         budgeted(monkeypatch, "live:199MiB")
     assert caught.value.exit_code == 1
-    assert "with all 2 layers recomputed it needs 0.20 GiB of 0.19 GiB" in caught.value.problem
-    assert "model states 0.10 GiB" in caught.value.problem
+    assert "with all 2 layers recomputed it needs 200.00 MiB of 199.00 MiB" in caught.value.problem
+    assert "model states 100.00 MiB" in caught.value.problem
     assert "--micro-batch 1" in caught.value.remedy
     with pytest.raises(JobFailed) as caught:
         budgeted(monkeypatch, "live:99MiB")

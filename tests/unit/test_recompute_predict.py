@@ -224,14 +224,14 @@ def test_what_was_there_before_does_not_count_when_it_is_viewed() -> None:
     assert counter.segments[0].net == copied.nbytes
 
 
-@pytest.mark.parametrize(("stage", "buckets"), [(1, 1), (2, 1), (3, 1)])
-def test_what_gradients_never_reach_of_a_bucket_is_told(stage: int, buckets: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_gradients_never_reach_of_a_bucket_is_told(stage: int) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
     elements = sum(p.numel() for p in model.parameters())
     setting = TrainingSetting(engine="deepspeed", zero_stage=stage, world_size=2, batch_size=2, sequence_length=32)
     prediction = predict_peaks(model, setting)
-    assert prediction.untouched_bytes == (buckets * 500_000_000 - elements) * 4
+    assert prediction.untouched_bytes == (500_000_000 - elements) * 4
     small = predict_peaks(model, replace(setting, reduce_bucket_elements=elements // 2))
     assert small.untouched_bytes == 0
     assert predict_peaks(model, replace(setting, device_type="cuda")).untouched_bytes == 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from training_xpu.errors import JobFailed
-from training_xpu.recompute.budget import LIVE, VARIABLE, Budget, memory_limit, read_budget
+from training_xpu.recompute.budget import LIVE, VARIABLE, Budget, memory_limit, read_budget, size_text
 from training_xpu.recompute.prediction.setting import TrainingSetting
 from training_xpu.workloads import catalogue
 from training_xpu.workloads.config import EngineName, JobConfig
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from training_xpu.recompute.prediction.predict import PeakPrediction
 
 FEATURE = "recompute"
-_GIB = 2**30
 
 
 def with_memory_budget(job: JobConfig, asked: str | None, device_type: str, say: Callable[[str], None]) -> JobConfig:
@@ -54,7 +53,7 @@ def with_memory_budget(job: JobConfig, asked: str | None, device_type: str, say:
     base_fits = fitting[0] == 0
     if not base_fits and not job.gradient_checkpointing:
         say(
-            f"memory budget {budget.bytes / _GIB:.2f} GiB per rank ({budget.source}): not all activations fit, so that "
+            f"memory budget {size_text(budget.bytes)} per rank ({budget.source}): not all activations fit, so that "
             "the base recomputes every layer, as a user would have it"
         )
     return job.model_copy(
@@ -165,12 +164,12 @@ def _needed(prediction: PeakPrediction, count: int, budget: Budget, job: JobConf
 def _impossible(job: JobConfig, prediction: PeakPrediction, budget: Budget, device_type: str) -> JobFailed:
     needed = _needed(prediction, prediction.blocks, budget, job, device_type)
     largest = sorted(prediction.parts(prediction.blocks).items(), key=lambda part: part[1], reverse=True)[:3]
-    parts = ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in largest)
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in largest)
     remedies = [option for option, other in _smaller(job) if _could_fit(other, budget, device_type)]
     remedies.append(f"a larger budget (--memory-budget or {VARIABLE})")
     return JobFailed(
-        f"{job.workload} does not fit: with all {prediction.blocks} layers recomputed it needs {needed / _GIB:.2f} GiB "
-        f"of {budget.bytes / _GIB:.2f} GiB, {budget.source} (largest: {parts})",
+        f"{job.workload} does not fit: with all {prediction.blocks} layers recomputed it needs {size_text(needed)} "
+        f"of {size_text(budget.bytes)}, {budget.source} (largest: {parts})",
         "Try " + ", or ".join(remedies) + ".",
     )
 

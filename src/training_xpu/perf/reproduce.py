@@ -17,7 +17,7 @@ from training_xpu.perf.records import (
     RunRecord,
 )
 from training_xpu.perf.store import load_events, load_run, load_steps
-from training_xpu.perf.summary import evaluation_losses, losses_by_step, measured
+from training_xpu.perf.summary import Measured, evaluation_losses, losses_by_step, measured, settled_at
 from training_xpu.workloads.config import Dtype, JobConfig, PreparedData
 from training_xpu.workloads.records import EventRecord, StepRecord
 
@@ -186,7 +186,10 @@ def compare_runs(original: Path, reproduction: Path, differences: Differences) -
         document.loss = compare_losses(
             old_steps, new_steps, old.config.dtype, load_events(original), load_events(reproduction)
         )
-        document.throughput = _throughput(old_steps, old.config, new_steps, new.config)
+        document.throughput = _throughput(
+            measured(old_steps, old.config, settled_at(old.feature_reports)),
+            measured(new_steps, new.config, settled_at(new.feature_reports)),
+        )
     if new.status == "completed":
         document.verdict, document.reason = _verdict(document.loss, new.name)
     elif new.status == "interrupted":
@@ -194,15 +197,10 @@ def compare_runs(original: Path, reproduction: Path, differences: Differences) -
     return document
 
 
-def _throughput(
-    old_steps: Sequence[StepRecord], old: JobConfig, new_steps: Sequence[StepRecord], new: JobConfig
-) -> RatioEstimate | None:
+def _throughput(old: Measured, new: Measured) -> RatioEstimate | None:
     from training_xpu.perf.statistics import ratio
 
-    rates = [
-        [g.tokens_per_second_per_device for g in measured(steps, config).steps]
-        for steps, config in ((new_steps, new), (old_steps, old))
-    ]
+    rates = [[group.tokens_per_second_per_device for group in found.steps] for found in (new, old)]
     if not all(rates) or not all(rate > 0 for arm in rates for rate in arm):
         return None
     return ratio(rates[0], rates[1])

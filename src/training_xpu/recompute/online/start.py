@@ -30,7 +30,10 @@ def start(root: torch.nn.Module, budget: Callable[[], Budget]) -> Controller | N
     except Exception as error:  # the other ranks must hear of it, whatever it is
         reason = f"{type(error).__name__}: {error}"
     if must_agree(root):
-        reason = why_not_all_start(reason)
+        try:
+            reason = why_not_all_start(reason)
+        except Exception as error:
+            reason = f"the ranks could not tell each other that they can begin: {type(error).__name__}: {error}"
     if reason is None:
         return controller
     if controller is not None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import weakref
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Forward:
         return getattr, (self._module(), "forward")
 
 
-class BlockHandle:
+class BlockHandle(ABC):
     """The switch of one block."""
 
     how = ""
@@ -109,14 +110,16 @@ class BlockHandle:
         """Whether the script has changed the switch since this project has set it."""
         return False
 
+    @abstractmethod
     def set(self, mode: Mode) -> None:
-        raise NotImplementedError
+        """Has the block do this from its next forward on."""
 
-    def commit(self) -> None:
+    def commit(self) -> None:  # noqa: B027 - most have nothing to do
         """Called on all blocks after all have been set."""
 
+    @abstractmethod
     def restore(self) -> None:
-        raise NotImplementedError
+        """Gives the block back as the script had it."""
 
 
 class FlagHandle(BlockHandle):
