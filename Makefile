@@ -6,6 +6,8 @@ VENV ?= .venv
 MODEL ?= deepspeed/llama3-8b
 ARGS ?=
 PYTEST_ARGS ?=
+# Most tests wait for one process at a time. A file stays with one of them, since its tests share what they set up.
+TEST_PROCESSES ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -23,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'Variables: PYTHON (the interpreter to start from), VENV, MODEL and ARGS (for benchmark), PYTEST_ARGS (for test).'
+	@echo 'Variables: PYTHON (the interpreter to start from), VENV, MODEL and ARGS (for benchmark), PYTEST_ARGS and TEST_PROCESSES (for test).'
 
 setup: $(STAMP) ## create .venv with the locked versions and this project in it
 
@@ -45,7 +47,7 @@ benchmark: $(STAMP) ## train MODEL on real text and measure it; further options 
 	$(BIN)/ljperf benchmark --model $(MODEL) $(ARGS)
 
 test: lint ## lint, then all tests; such as PYTEST_ARGS="tests/unit -x"
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .

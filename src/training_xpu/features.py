@@ -202,6 +202,22 @@ def _report_fault(feature: str, seam: str, error: Exception) -> None:
 
 register(
     Feature(
+        name="compile",
+        variable="TRAINING_XPU_COMPILE",
+        meaning="Compiles each block of the model by itself, where that gains, and goes on in plain Python elsewhere; "
+        "a script's own calls of torch.compile for such a model get this path too.",
+        since="0.1.0",
+        available="training_xpu.compiler.feature:available",
+        seams={
+            "compile": "training_xpu.compiler.feature:on_compile",
+            "module-compile": "training_xpu.compiler.feature:on_module_compile",
+            "root-forward": "training_xpu.compiler.feature:on_root_forward",
+            "step": "training_xpu.compiler.feature:on_step",
+        },
+    )
+)
+register(
+    Feature(
         name="recompute",
         variable="CHECKPOINT_OPTIMIZATION",
         meaning="Recomputes the fewest layers in backward whose activations do not fit the memory budget, chosen from "

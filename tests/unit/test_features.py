@@ -54,9 +54,12 @@ def events(folder: Path) -> list[tuple[str, str, str]]:
 
 
 def test_the_features_of_this_version() -> None:
-    assert [feature.name for feature in features.known()] == ["recompute"]
+    assert [feature.name for feature in features.known()] == ["compile", "recompute"]
     assert features.environment_for([]) == {"CHECKPOINT_OPTIMIZATION": "false"}
-    assert features.environment_for(["recompute"]) == {"CHECKPOINT_OPTIMIZATION": "true"}
+    assert features.environment_for(["recompute"]) == {
+        "TRAINING_XPU_COMPILE": "false",
+        "CHECKPOINT_OPTIMIZATION": "true",
+    }
 
 
 @pytest.mark.parametrize("feature", features.known(), ids=lambda f: f.name)

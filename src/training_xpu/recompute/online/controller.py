@@ -16,9 +16,10 @@ import torch
 
 from training_xpu import device
 from training_xpu.blocks import find_blocks, unwrap
+from training_xpu.engines.joint_start import must_agree
 from training_xpu.recompute.budget import Budget
 from training_xpu.recompute.online import out_of_memory, recovery, said
-from training_xpu.recompute.online.agreement import agree_on_most, must_agree
+from training_xpu.recompute.online.agreement import agree_on_most
 from training_xpu.recompute.online.amounts import BatchShape
 from training_xpu.recompute.online.batch_shape import batch_shape
 from training_xpu.recompute.online.hooks import Hook, has_hooks_of_a_script

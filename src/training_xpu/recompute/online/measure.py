@@ -40,6 +40,7 @@ class Stretch:
     seconds: float
     selective: Amount  # results of the operations that the selective mode keeps
     selective_seconds: float  # and the time of these operations
+    operations: int = 0  # that were dispatched, each of which took longer for being counted
 
 
 @dataclass
@@ -89,8 +90,10 @@ class LiveTensors(TorchDispatchMode):
         self._total = self._peak_total = 0
         self.selective = Amount()
         self.selective_seconds = 0.0
+        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
         begun = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         if is_kept(func):
@@ -244,9 +247,10 @@ class StepMeasurement:
         now = time.perf_counter()
         if self._open is not None and self._micro_batches:
             before, of, start, begun = self._open
-            stretch = Stretch(before, of, start, peak, live, now - begun, counter.selective, counter.selective_seconds)
+            kept = counter.selective, counter.selective_seconds
+            stretch = Stretch(before, of, start, peak, live, now - begun, *kept, counter.operations)
             self._micro_batches[-1].stretches.append(stretch)
-        counter.selective, counter.selective_seconds = Amount(), 0.0
+        counter.selective, counter.selective_seconds, counter.operations = Amount(), 0.0, 0
         self._open = (phase, block, live, now)
 
     def _before(self, index: int) -> Any:

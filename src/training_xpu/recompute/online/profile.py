@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from training_xpu.recompute.choose import Base, BlockCost, ModeCost
 from training_xpu.recompute.online.amounts import Amount, BatchShape
+from training_xpu.recompute.online.dispatch_cost import dispatch_cost
 from training_xpu.recompute.online.measure import MeasuredStep, MicroBatch, Phase, Stretch
 from training_xpu.recompute.switching.policies import Mode
 
@@ -265,11 +266,14 @@ def _block(measured: MeasuredStep, index: int) -> BlockProfile | None:
     recomputed, plain = again[-1].end.minus(again[-1].start), forward[-1].end.minus(forward[-1].start)
     output = largest.outputs.get(index, plain)
     saved = recomputed if stopped_early else recomputed.minus(output)
+    # Keeping matrix products pays where they take longer than it takes Python to look at every operation, twice.
+    cost = dispatch_cost()
+    seconds = max(0.0, again[-1].seconds - again[-1].operations * cost.counting)
     return BlockProfile(
         in_forward=saved.plus(output).minus(plain),
         saved=saved,
         selective=again[-1].selective,
         forward_peak=again[-1].peak.minus(again[-1].start),
-        seconds=again[-1].seconds,
-        selective_seconds=again[-1].seconds - again[-1].selective_seconds,
+        seconds=seconds,
+        selective_seconds=seconds - again[-1].selective_seconds + again[-1].operations * cost.selective,
     )

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from training_xpu.engines.joint_start import must_agree, why_not_all_start
 from training_xpu.errors import UserError
 from training_xpu.recompute.budget import Budget
 from training_xpu.recompute.online import said
-from training_xpu.recompute.online.agreement import must_agree, why_not_all_start
 from training_xpu.recompute.online.controller import Controller, NothingToDo
 
 
@@ -31,7 +31,7 @@ def start(root: torch.nn.Module, budget: Callable[[], Budget]) -> Controller | N
         reason = f"{type(error).__name__}: {error}"
     if must_agree(root):
         try:
-            reason = why_not_all_start(reason)
+            reason = why_not_all_start("recompute", "CHECKPOINT_OPTIMIZATION", reason)
         except Exception as error:
             reason = f"the ranks could not tell each other that they can begin: {type(error).__name__}: {error}"
     if reason is None:

@@ -1,6 +1,6 @@
 """A user's training script that knows nothing of this project: one engine, batches of different lengths on each rank.
 
-Usage: recompute_job.py ENGINE STEPS OUT [--accumulate N] [--fixed]. Writes OUT.<rank>.json with the losses and a
+Usage: training_job.py ENGINE STEPS OUT [--accumulate N] [--fixed]. Writes OUT.<rank>.json with the losses and a
 checksum of the weights.
 """
 

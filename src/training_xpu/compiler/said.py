@@ -1,0 +1,92 @@
+"""What the compile feature tells its user: one log line, and one report record, for each thing worth knowing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from training_xpu import envs, report
+from training_xpu.compiler.compiled_region import CompiledRegion
+
+FEATURE = "compile"
+_BREAKS_NAMED = 3
+
+
+def outcome(regions: Sequence[CompiledRegion], gains: dict[str, float], cache_hits: int) -> None:
+    """What has been compiled, and what it gains; "stepped-aside" where nothing could be.
+
+    Args:
+        gains: plain time over compiled time of each region that was on trial.
+        cache_hits: graphs found in Inductor's cache instead of being compiled.
+    """
+    rows = [_row(region, gains.get(region.region.name)) for region in regions]
+    seconds = sum(region.backend.record.seconds for region in regions)
+    line = "compile: " + "; ".join(filter(None, [_compiled(rows), _plain(rows)])) + f"; {seconds:.0f} s of compiling"
+    report.write(
+        FEATURE,
+        "applied" if any(row["graphs"] for row in rows) else "stepped-aside",
+        line,
+        regions=rows,
+        compile_seconds=seconds,
+        cache_hits=cache_hits,
+    )
+    _print(line)
+    for region in regions:
+        _say_breaks(region)
+
+
+def stepped_aside(reason: str) -> None:
+    report.write(FEATURE, "stepped-aside", reason)
+    _print(f"{FEATURE} steps aside: {reason}")
+
+
+def _row(region: CompiledRegion, gain: float | None) -> dict[str, Any]:
+    record = region.backend.record
+    return {
+        "name": region.region.name,
+        "count": len(region.region.modules),
+        "graphs": record.graphs,
+        "breaks": len(record.breaks),
+        "break_reasons": [str(b) for b in record.breaks],
+        "failures": record.failures,
+        "recompiles": region.recompiles,
+        "compiled": region.compiled and record.graphs > 0,
+        "gain": gain,
+        "reason": region.plain_reason,
+        "compile_seconds": record.seconds,
+    }
+
+
+def _compiled(rows: Sequence[dict[str, Any]]) -> str:
+    told = []
+    for row in rows:
+        if row["compiled"]:
+            gain = "" if row["gain"] is None else f", {row['gain']:.2f}x"
+            graphs = f"{row['graphs']} graph{'s' * (row['graphs'] != 1)}"
+            breaks = f", {row['breaks']} break{'s' * (row['breaks'] != 1)}" if row["breaks"] else ""
+            told.append(f"{row['name']} x{row['count']} ({graphs}{breaks}{gain})")
+    return ", ".join(told)
+
+
+def _plain(rows: Sequence[dict[str, Any]]) -> str:
+    told = []
+    for row in rows:
+        if not row["compiled"]:
+            gain = "" if row["gain"] is None else f"{row['gain']:.2f}x"
+            why = row["reason"] or (row["failures"][0] if row["failures"] else gain) or "no training call seen"
+            told.append(f"{row['name']} ({why})")
+    return "plain: " + ", ".join(told) if told else ""
+
+
+def _say_breaks(region: CompiledRegion) -> None:
+    breaks = region.backend.record.breaks
+    for found in breaks[:_BREAKS_NAMED]:
+        _print(f"compile: {region.region.name} breaks at {found}")
+    if len(breaks) > _BREAKS_NAMED:
+        _print(f"compile: {region.region.name} breaks at {len(breaks) - _BREAKS_NAMED} more places, see the report")
+
+
+def _print(line: str) -> None:
+    """Once per node: the ranks of a node say much the same."""
+    level = report.logger.warning if envs.distributed().local_rank == 0 else report.logger.info
+    level("%s", line)

@@ -1,0 +1,62 @@
+"""A feature begins on all ranks or on none, where ranks that differ would wait for each other for ever."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+START_TIMEOUT_S = 120.0  # for the slowest rank's way to its first training forward
+_YES = "yes"
+_models: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # asked about, in every rank's order
+
+
+def must_agree(model: torch.nn.Module) -> bool:
+    """Whether ranks that treat their blocks differently would deadlock: under ZeRO-3, whose gathers follow the blocks.
+
+    A recomputed block gathers its weights once more, and a leaf gathers them at once. DDP, ZeRO 1 and 2, and FSDP2
+    exchange the same whatever is recomputed or compiled.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def why_not_all_start(
+    feature: str, variable: str, reason: str | None, timeout_s: float = START_TIMEOUT_S
+) -> str | None:
+    """None where every rank can begin; else the same reason on all ranks.
+
+    A collective would wait for ever for a rank that does not know of the feature, such as one whose environment
+    differs. So the ranks write to the store that they met through, and whoever waits too long ends it for all.
+
+    Args:
+        variable: that switches the feature.
+        reason: why this rank cannot; None where it can.
+    """
+    met: Any = dist.distributed_c10d._get_default_store()
+    store = PrefixStore(f"training_xpu/{feature}/{next(_models[feature])}", met)
+    return decide(store, dist.get_rank(), dist.get_world_size(), reason, timeout_s, variable)
+
+
+def decide(store: Store, rank: int, world_size: int, reason: str | None, timeout_s: float, variable: str) -> str | None:
+    """As `why_not_all_start`, of the ranks that meet at a store: the first verdict that reaches it holds for all."""
+    store.set(str(rank), reason or _YES)
+    verdict = _YES
+    for other in range(world_size):
+        try:
+            store.wait([str(other)], timedelta(seconds=timeout_s))
+            said = store.get(str(other)).decode()
+        except RuntimeError:
+            said = f"not heard of within {timeout_s:.0f} s; is {variable} set on all ranks alike?"
+        if said != _YES:
+            verdict = f"rank {other}: {said}"
+            break
+    decided = store.compare_set("verdict", "", verdict).decode()
+    return None if decided == _YES else decided

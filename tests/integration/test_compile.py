@@ -1,0 +1,88 @@
+"""TRAINING_XPU_COMPILE=true in scripts that know nothing of it: real ranks, every engine, changing lengths."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "jobs" / "training_job.py"
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+STEPS = 18  # compiling, the graphs for all sizes, the trial, and what the ranks agree on
+
+
+def train(
+    engine: str, folder: Path, environment: dict[str, str], name: str, *more: str, **variables: str
+) -> list[dict[str, Any]]:
+    """What each of two ranks wrote."""
+    out = folder / name
+    command = [TORCHRUN, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(SCRIPT), engine]
+    own = {
+        **environment,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "TRAINING_XPU_CACHE": str(folder / "cache"),
+        "TRAINING_XPU_REPORT": str(folder / f"{name}-reports"),
+        **variables,
+    }
+    done = subprocess.run(
+        [*command, str(STEPS), str(out), *more], env=own, cwd=folder, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [{**json.loads(Path(f"{out}.{rank}.json").read_text()), "stderr": done.stderr} for rank in (0, 1)]
+
+
+def reports(folder: Path, name: str, feature: str = "compile") -> list[dict[str, Any]]:
+    """The last line that each process wrote of a feature."""
+    last = []
+    for path in sorted((folder / f"{name}-reports").glob("*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        own = [line for line in lines if line["feature"] == feature and line["event"] != "subscribed"]
+        last += own[-1:]
+    return last
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "zero3"])
+def test_two_ranks_with_changing_lengths_train_alike(
+    engine: str, training_environment: dict[str, str], tmp_path: Path
+) -> None:
+    plain = train(engine, tmp_path, training_environment, "plain", TRAINING_XPU_COMPILE="false")
+    ours = train(engine, tmp_path, training_environment, "ours", TRAINING_XPU_COMPILE="true")
+    for rank in (0, 1):
+        assert ours[rank]["losses"] == pytest.approx(plain[rank]["losses"], rel=1e-4)
+        assert ours[rank]["weights"] == pytest.approx(plain[rank]["weights"], rel=1e-4)
+    said = reports(tmp_path, "ours")
+    assert len(said) == 2
+    for line in said:
+        block = next(row for row in line["data"]["regions"] if row["name"] == "LlamaDecoderLayer")
+        assert block["count"] == 6
+        assert (block["graphs"], block["breaks"], block["recompiles"]) == (2, 0, 1)
+        assert block["gain"] > 0
+        assert line["data"]["compile_seconds"] > 0
+    # What is decided is decided for all.
+    first, second = ([(r["name"], r["compiled"], r["gain"]) for r in line["data"]["regions"]] for line in said)
+    assert first == second
+
+
+def test_with_recompute(training_environment: dict[str, str], tmp_path: Path) -> None:
+    plain = train("zero3", tmp_path, training_environment, "plain", "--accumulate", "2")
+    both = train(
+        "zero3",
+        tmp_path,
+        training_environment,
+        "both",
+        "--accumulate",
+        "2",
+        TRAINING_XPU_COMPILE="true",
+        CHECKPOINT_OPTIMIZATION="true",
+        TRAINING_XPU_MEMORY_BUDGET="live:16MiB",
+    )
+    assert both[0]["losses"] == pytest.approx(plain[0]["losses"], rel=1e-4)
+    compiled, recomputed = reports(tmp_path, "both"), reports(tmp_path, "both", "recompute")
+    assert all(row["event"] == "applied" for row in (*compiled, *recomputed))
+    assert recomputed[0]["data"]["layers_total"] == 6
