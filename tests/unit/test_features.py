@@ -55,7 +55,10 @@ def events(folder: Path) -> list[tuple[str, str, str]]:
 
 def test_the_features_of_this_version() -> None:
     assert [feature.name for feature in features.known()] == ["compile", "recompute"]
-    assert features.environment_for([]) == {"CHECKPOINT_OPTIMIZATION": "false"}
+    assert features.environment_for([]) == {
+        "TRAINING_XPU_COMPILE": "false",
+        "CHECKPOINT_OPTIMIZATION": "false",
+    }
     assert features.environment_for(["recompute"]) == {
         "TRAINING_XPU_COMPILE": "false",
         "CHECKPOINT_OPTIMIZATION": "true",
@@ -92,7 +95,11 @@ def test_base_stands_alone(toy: ModuleType) -> None:
 
 def test_an_arm_says_true_or_false_for_every_feature(toy: ModuleType) -> None:
     register()
-    assert features.environment_for(["plaything"]) == {"CHECKPOINT_OPTIMIZATION": "false", VARIABLE: "true"}
+    assert features.environment_for(["plaything"]) == {
+        "TRAINING_XPU_COMPILE": "false",
+        "CHECKPOINT_OPTIMIZATION": "false",
+        VARIABLE: "true",
+    }
     assert features.environment_for([]) == {"CHECKPOINT_OPTIMIZATION": "false", VARIABLE: "false"}
 
 

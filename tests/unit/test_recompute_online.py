@@ -247,7 +247,7 @@ def test_a_plan_holds_from_the_third_step_and_is_the_fewest_that_fit(measured_st
     profile, switch = profile_of(job, 4, 64)
     peaks = [profile.peak([Mode.RECOMPUTE if i < n else Mode.KEEP for i in range(6)]) for n in range(7)]
     switch.restore()
-    controller = Controller(job.model, Budget(peaks[2] + 100, "test"))
+    controller = Controller(job.model, Budget((peaks[2] + peaks[1]) // 2, "test"))
     trained(controller, job, 2)
     assert controller.state is State.CHECKING
     trained(controller, job, 1)
@@ -463,7 +463,7 @@ def starts(world_size: int, reasons: dict[int, str | None]) -> set[str | None]:
     """What the ranks that take part are told."""
     store = HashStore()
     with ThreadPoolExecutor(world_size) as ranks:
-        told = [ranks.submit(decide, store, rank, world_size, reason, 0.5) for rank, reason in reasons.items()]
+        told = [ranks.submit(decide, store, rank, world_size, reason, 0.5, "X") for rank, reason in reasons.items()]
     return {answer.result() for answer in told}
 
 
@@ -472,7 +472,7 @@ def test_ranks_start_together_or_not_at_all() -> None:
     assert starts(3, {0: None, 1: "its budget is malformed", 2: None}) == {"rank 1: its budget is malformed"}
     (missing,) = starts(3, {0: None, 2: None})
     assert missing is not None
-    assert missing.startswith("rank 1: not heard of")
+    assert missing == "rank 1: not heard of within 0 s; is X set on all ranks alike?"
 
 
 def test_the_allocator_comes_on_top_of_live_bytes() -> None:
