@@ -165,3 +165,9 @@ def published(model: torch.nn.Module, key: str, default: Any = None) -> Any:
     """What was published about a model under this key."""
     with _published_lock:
         return _published.get(unwrap(model), {}).get(key, default)
+
+
+def withdraw(model: torch.nn.Module, key: str) -> None:
+    """Takes back what was published about a model under this key; nothing happens where nothing was."""
+    with _published_lock:
+        _published.get(unwrap(model), {}).pop(key, None)

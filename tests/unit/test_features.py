@@ -100,7 +100,7 @@ def test_an_arm_says_true_or_false_for_every_feature(toy: ModuleType) -> None:
         "CHECKPOINT_OPTIMIZATION": "false",
         VARIABLE: "true",
     }
-    assert features.environment_for([]) == {"CHECKPOINT_OPTIMIZATION": "false", VARIABLE: "false"}
+    assert set(features.environment_for([]).values()) == {"false"}
 
 
 def test_the_variable_is_declared_with_the_feature(toy: ModuleType) -> None:
