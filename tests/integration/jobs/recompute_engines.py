@@ -261,7 +261,7 @@ def main(file: Path, engines: list[str]) -> None:
     found: dict[str, Any] = {}
     for engine in engines:
         for name in MODELS:
-            for dtype in ("fp32", "bf16") if name in ("llama", "moe") else ("bf16",):
+            for dtype in ("fp32", "bf16") if name == "llama" else ("bf16",):
                 case = f"{engine} {name} {dtype}"
                 try:
                     found[case] = {
