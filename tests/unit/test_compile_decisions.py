@@ -12,6 +12,8 @@ from torch._C._distributed_c10d import HashStore
 from training_xpu.compiler import trial
 from training_xpu.compiler.agreement import AHEAD, Question
 from training_xpu.compiler.controller import Controller, NothingToDo, State
+from training_xpu.compiler.loss_region import LossRegion
+from training_xpu.compiler.optimizer_step import fuse
 from training_xpu.compiler.requests import SAME_RANDOM_NUMBERS, Request, request_of, take_compile, take_module_compile
 from training_xpu.compiler.trial import PAIRS, RegionClock, Trial, mean_gain
 from training_xpu.seams import CompileCall, ModuleCompileCall
@@ -163,3 +165,62 @@ class TestController:
         assert [r.region.name for r in controller.regions if r.region.is_block] == ["PlainBlock"]
         controller.close()
         assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+class TestLossAndOptimizer:
+    def test_the_chunked_loss_is_a_region_of_its_own(self) -> None:
+        model = llama(layers=2)
+        region = LossRegion(model)
+        assert region.compiled
+        region.clock = RegionClock()
+        model(**text()).loss.backward()
+        spent = region.clock.take()
+        assert spent is not None
+        assert spent > 0
+        region.use(False)
+        assert not region.compiled
+        assert region.row(0.9)["reason"] == ""
+        model(**text()).loss.backward()
+        assert region.clock.take() is not None  # the plain loss is timed alike
+        region.use(True)
+        assert region.compiled
+        keys = set(model.state_dict())
+        region.close()
+        assert set(model.state_dict()) == keys
+        assert not region.compiled
+
+    def test_another_loss_is_left_alone_and_said(self) -> None:
+        region = LossRegion(Plain())
+        assert not region.compiled
+        assert region.row(None)["reason"]
+        region.use(True)
+        region.close()
+
+    def test_an_optimizer_is_fused_where_the_script_has_no_wish(self) -> None:
+        ours, theirs = Plain(), Plain()
+        pairs = [(model, torch.optim.AdamW(model.parameters(), lr=1e-2)) for model in (ours, theirs)]
+        for step in range(3):
+            for model, optimizer in pairs:
+                torch.manual_seed(step)
+                model(**text()).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert fuse(pairs[0][1]) == (step == 0)
+        assert pairs[0][1].param_groups[0]["fused"] is True
+        for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, its)
+
+    @pytest.mark.parametrize(
+        "wish", [{"fused": False}, {"foreach": False}, {"foreach": True}, {"differentiable": True}]
+    )
+    def test_a_wish_of_the_script_stands(self, wish: dict[str, bool]) -> None:
+        optimizer = torch.optim.AdamW(Plain().parameters(), **wish)
+        assert not fuse(optimizer)
+        assert optimizer.param_groups[0]["fused"] == wish.get("fused")
+
+    def test_others_are_left_alone(self) -> None:
+        class Own(torch.optim.AdamW):
+            pass
+
+        assert not fuse(Own(Plain().parameters()))
+        assert not fuse(torch.optim.Adamax(Plain().parameters()))

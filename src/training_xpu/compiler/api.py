@@ -28,7 +28,7 @@ class Optimizing:
         """Which regions run compiled; None before the first training forward."""
         if self._controller is None:
             return None
-        return {r.region.name: r.compiled and r.backend.record.graphs > 0 for r in self._controller.regions}
+        return {region.name: bool(region.row(None)["compiled"]) for region in self._controller.regions}
 
     def close(self) -> None:
         """Gives the model back as it was."""
@@ -51,7 +51,7 @@ class Optimizing:
 
     def _after_step(self, step: Step) -> None:
         if self._controller is not None:
-            self._controller.after_step()
+            self._controller.after_step(step.optimizer)
 
 
 def optimize(model: Any) -> Optimizing:

@@ -39,13 +39,15 @@ class CompiledRegion:
         self.backend = backend
         self.active = True  # whether calls are looked at at all
         self.compiled = True  # what they run in this step
+        self.name = region.name
+        self.is_block = region.is_block
         self.may_open_sizes = dynamic
         self.open_next = False  # make the graph for all sizes with the next call, whatever its sizes
         self.owner: object = None  # keeps the controller alive as long as the model's forwards
         self.sizes_changed = False  # a call met sizes that no graph is made for
         self.plain_reason = ""  # why calls run in plain Python
         self.clock: RegionClock | None = None  # while a trial is on
-        self.compiled_in_step = False  # a graph was made since the last optimizer step
+        self.made_graphs = False  # since the last optimizer step
         self._open_at_once = dynamic
         self._structures: dict[Hashable, _Structure] = {}
 
@@ -55,7 +57,37 @@ class CompiledRegion:
         kinds = sum(1 + (s.dynamic is not None) for s in self._structures.values())
         return max(0, kinds - 1)
 
+    @property
+    def possible(self) -> bool:
+        return True
+
+    def use(self, compiled: bool) -> None:
+        """What its calls run from the next optimizer step on."""
+        self.compiled = compiled
+
+    def close(self) -> None:
+        self.active = False
+
+    def row(self, gain: float | None) -> dict[str, Any]:
+        """For the report."""
+        record = self.backend.record
+        return {
+            "name": self.name,
+            "count": len(self.region.modules),
+            "graphs": record.graphs,
+            "breaks": len(record.breaks),
+            "break_reasons": [str(b) for b in record.breaks],
+            "failures": record.failures,
+            "recompiles": self.recompiles,
+            "compiled": self.compiled and record.graphs > 0,
+            "gain": gain,
+            "reason": self.plain_reason,
+            "compile_seconds": record.seconds,
+        }
+
     def call(self, module: torch.nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.compiled and self.clock is None:
+            return own(module, *args, **kwargs)
         try:
             shape = call_shape(args, kwargs)
         except NotCompilable as reason:
@@ -101,7 +133,7 @@ class CompiledRegion:
         with compiling(self.backend):
             result = function(module, *args, **kwargs)
         if record.graphs + len(record.failures) != before:
-            self.compiled_in_step = True
+            self.made_graphs = True
         return result
 
     def _structure(self, shape: CallShape, own: Callable[..., Any]) -> _Structure | None:

@@ -14,6 +14,8 @@ from training_xpu.compiler.agreement import Question, store_of_job
 from training_xpu.compiler.backend import Backend
 from training_xpu.compiler.compiled_region import CompiledRegion
 from training_xpu.compiler.forward import Forward
+from training_xpu.compiler.loss_region import LossRegion
+from training_xpu.compiler.optimizer_step import fuse
 from training_xpu.compiler.regions import find_regions
 from training_xpu.compiler.requests import Request
 from training_xpu.compiler.trial import PAIRS, RegionClock, Trial, mean_gain
@@ -56,14 +58,17 @@ class Controller:
         if not any(region.is_block for region in found):
             raise NothingToDo("its blocks are compiled already, or have a forward of the script's own")
         job = store_of_job()
-        self.regions = [CompiledRegion(r, Backend(request.options), request.dynamic is True) for r in found]
-        for region in self.regions:
+        compiled = [CompiledRegion(r, Backend(request.options), request.dynamic is True) for r in found]
+        for region in compiled:
             region.may_open_sizes = region.may_open_sizes or job is None
             region.owner = self
         self.leaves: Leaves | None = make_leaves(root, [m for r in found if r.is_block for m in r.modules])
-        self._forwards = [Forward(m, region) for region in self.regions for m in region.region.modules]
+        self.regions: list[CompiledRegion | LossRegion] = [*compiled, LossRegion(root)]
+        self._forwards = [Forward(m, region) for region in compiled for m in region.region.modules]
         for forward in self._forwards:
             forward.install()
+        self._fused: set[int] = set()  # ids of optimizers
+        self._compiled_now = True
         self.state = State.WARMING
         self._steps = 0
         self._trial = Trial()
@@ -78,24 +83,32 @@ class Controller:
         """Takes everything back."""
         for forward in self._forwards:
             forward.remove()
+        for region in self.regions:
+            region.close()
         if self.leaves is not None:
             self.leaves.undo()
         self.state = State.SETTLED
         _in_hand.discard(unwrap(self.root))
 
-    def after_step(self) -> None:
-        """One optimizer step has been taken."""
+    def after_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """One optimizer step has been taken.
+
+        Args:
+            optimizer: that has taken it.
+        """
         self._steps += 1
+        if optimizer is not None and fuse(optimizer):
+            self._fused.add(id(optimizer))
         self._open_sizes()
-        made_graphs = any(region.compiled_in_step for region in self.regions)
+        made_graphs = any(region.made_graphs for region in self.regions)
         for region in self.regions:
-            region.compiled_in_step = False
+            region.made_graphs = False
         if self.state is State.WARMING and (not made_graphs or self._steps >= MOST_WARM_UP_STEPS):
             self._begin_trial()
         elif self.state is State.TRIAL:
             self._go_on_with_trial(made_graphs)
         elif self.state is State.SETTLED and made_graphs:
-            said.outcome(self.regions, self._gains, self._hits())
+            self._say()
         if self.state is State.WAITING:
             self._look_for_verdict()
 
@@ -108,32 +121,36 @@ class Controller:
         if self._open.answer(self._steps) is not None:
             self._opened = True
             for region in self.regions:
-                region.may_open_sizes = region.open_next = True
+                if isinstance(region, CompiledRegion):
+                    region.may_open_sizes = region.open_next = True
 
     def _begin_trial(self) -> None:
         self.state = State.TRIAL
         for region in self.regions:
             region.clock = RegionClock()
-            region.compiled = True
+        self._use(True)
+
+    def _use(self, compiled: bool) -> None:
+        self._compiled_now = compiled
+        for region in self.regions:
+            region.use(compiled)
 
     def _go_on_with_trial(self, made_graphs: bool) -> None:
-        compiled = self.regions[0].compiled
         for region in self.regions:
             assert region.clock is not None
             spent = region.clock.take()
             if not made_graphs:
-                self._trial.add(region.region.name, spent, compiled)
-        if self._trial.pairs(self.regions[0].region.name) >= PAIRS:
+                self._trial.add(region.name, spent, self._compiled_now)
+        if self._trial.pairs(self.regions[0].name) >= PAIRS:
             self._end_trial()
-            return
-        for region in self.regions:
-            region.compiled = not compiled
+        else:
+            self._use(not self._compiled_now)
 
     def _end_trial(self) -> None:
         for region in self.regions:
             region.clock = None
-            region.compiled = True
-        names = [region.region.name for region in self.regions]
+        self._use(True)
+        names = [region.name for region in self.regions]
         self._verdict.say({name: gain for name in names if (gain := self._trial.gain(name)) is not None})
         self.state = State.WAITING
 
@@ -143,13 +160,13 @@ class Controller:
             return
         self._gains = answer[0]
         for region in self.regions:
-            gain = self._gains.get(region.region.name)
-            region.compiled = region.active = gain is None or gain >= 1.0
+            gain = self._gains.get(region.name)
+            region.use(gain is None or gain >= 1.0)
         self.state = State.SETTLED
-        said.outcome(self.regions, self._gains, self._hits())
+        self._say()
 
-    def _hits(self) -> int:
-        return _cache_hits() - self._hits_before
+    def _say(self) -> None:
+        said.outcome(self.regions, self._gains, _cache_hits() - self._hits_before, len(self._fused))
 
 
 def _mean_of_ranks(said: list[Any]) -> dict[str, float]:

@@ -50,4 +50,4 @@ def on_step(event: Step) -> None:
     """After each optimizer step."""
     controller = None if _controller is None else _controller()
     if controller is not None:
-        controller.after_step()
+        controller.after_step(event.optimizer)

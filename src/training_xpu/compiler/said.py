@@ -7,32 +7,39 @@ from typing import Any
 
 from training_xpu import envs, report
 from training_xpu.compiler.compiled_region import CompiledRegion
+from training_xpu.compiler.loss_region import LossRegion
 
 FEATURE = "compile"
 _BREAKS_NAMED = 3
 
 
-def outcome(regions: Sequence[CompiledRegion], gains: dict[str, float], cache_hits: int) -> None:
+def outcome(
+    regions: Sequence[CompiledRegion | LossRegion], gains: dict[str, float], cache_hits: int, fused_optimizers: int
+) -> None:
     """What has been compiled, and what it gains; "stepped-aside" where nothing could be.
 
     Args:
         gains: plain time over compiled time of each region that was on trial.
         cache_hits: graphs found in Inductor's cache instead of being compiled.
+        fused_optimizers: that use torch's fused kernel now.
     """
-    rows = [_row(region, gains.get(region.region.name)) for region in regions]
-    seconds = sum(region.backend.record.seconds for region in regions)
-    line = "compile: " + "; ".join(filter(None, [_compiled(rows), _plain(rows)])) + f"; {seconds:.0f} s of compiling"
+    rows = [region.row(gains.get(region.name)) for region in regions]
+    seconds = sum(row["compile_seconds"] for row in rows)
+    fused = "fused optimizer step" if fused_optimizers else ""
+    parts = [_compiled(rows), fused, _plain(rows), f"{seconds:.0f} s of compiling"]
+    line = "compile: " + "; ".join(part for part in parts if part)
     report.write(
         FEATURE,
-        "applied" if any(row["graphs"] for row in rows) else "stepped-aside",
+        "applied" if any(row["graphs"] or row["compiled"] for row in rows) else "stepped-aside",
         line,
         regions=rows,
         compile_seconds=seconds,
         cache_hits=cache_hits,
+        fused_optimizers=fused_optimizers,
     )
     _print(line)
-    for region in regions:
-        _say_breaks(region)
+    for row in rows:
+        _say_breaks(row["name"], row["break_reasons"])
 
 
 def stepped_aside(reason: str) -> None:
@@ -40,29 +47,12 @@ def stepped_aside(reason: str) -> None:
     _print(f"{FEATURE} steps aside: {reason}")
 
 
-def _row(region: CompiledRegion, gain: float | None) -> dict[str, Any]:
-    record = region.backend.record
-    return {
-        "name": region.region.name,
-        "count": len(region.region.modules),
-        "graphs": record.graphs,
-        "breaks": len(record.breaks),
-        "break_reasons": [str(b) for b in record.breaks],
-        "failures": record.failures,
-        "recompiles": region.recompiles,
-        "compiled": region.compiled and record.graphs > 0,
-        "gain": gain,
-        "reason": region.plain_reason,
-        "compile_seconds": record.seconds,
-    }
-
-
 def _compiled(rows: Sequence[dict[str, Any]]) -> str:
     told = []
     for row in rows:
         if row["compiled"]:
             gain = "" if row["gain"] is None else f", {row['gain']:.2f}x"
-            graphs = f"{row['graphs']} graph{'s' * (row['graphs'] != 1)}"
+            graphs = "in chunks" if "chunked" in row else f"{row['graphs']} graph{'s' * (row['graphs'] != 1)}"
             breaks = f", {row['breaks']} break{'s' * (row['breaks'] != 1)}" if row["breaks"] else ""
             told.append(f"{row['name']} x{row['count']} ({graphs}{breaks}{gain})")
     return ", ".join(told)
@@ -78,12 +68,11 @@ def _plain(rows: Sequence[dict[str, Any]]) -> str:
     return "plain: " + ", ".join(told) if told else ""
 
 
-def _say_breaks(region: CompiledRegion) -> None:
-    breaks = region.backend.record.breaks
+def _say_breaks(name: str, breaks: Sequence[str]) -> None:
     for found in breaks[:_BREAKS_NAMED]:
-        _print(f"compile: {region.region.name} breaks at {found}")
+        _print(f"compile: {name} breaks at {found}")
     if len(breaks) > _BREAKS_NAMED:
-        _print(f"compile: {region.region.name} breaks at {len(breaks) - _BREAKS_NAMED} more places, see the report")
+        _print(f"compile: {name} breaks at {len(breaks) - _BREAKS_NAMED} more places, see the report")
 
 
 def _print(line: str) -> None:

@@ -14,7 +14,7 @@ import torch
 PAIRS = 5  # of a compiled and a plain step
 
 
-class _Moment:
+class Moment:
     """A point in time of the device that computes: on accelerators when the work queued so far is done."""
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class _Moment:
             self._event = torch.Event(device=device, enable_timing=True)
             self._event.record()
 
-    def until(self, later: _Moment) -> float:
+    def until(self, later: Moment) -> float:
         """Seconds; on accelerators it waits for `later`."""
         if self._event is None:
             return later._time - self._time
@@ -43,31 +43,41 @@ class RegionClock:
     """
 
     def __init__(self) -> None:
-        self._forwards: list[tuple[_Moment, _Moment, int]] = []  # begin, end, elements
-        self._backwards: list[tuple[_Moment, _Moment, int]] = []
+        self._forwards: list[tuple[Moment, Moment, int]] = []  # begin, end, elements
+        self._backwards: list[tuple[Moment, Moment, int]] = []
 
     def timed(self, run: Callable[[], Any], tensors: tuple[torch.Tensor, ...]) -> Any:
         if not tensors:
             return run()
         device, elements = tensors[0].device, tensors[0].numel()
-        begun = _Moment(device)
+        begun = Moment(device)
         result = run()
-        self._forwards.append((begun, _Moment(device), elements))
+        self._forwards.append((begun, Moment(device), elements))
         output = _first_tensor(result)
         entry = next((t for t in tensors if t.requires_grad and not t.is_leaf), None)
         if output is not None and output.requires_grad and entry is not None and entry is not output:
             self._watch(output, entry, elements)
         return result
 
+    @staticmethod
+    def moment(tensor: torch.Tensor) -> Moment:
+        return Moment(tensor.device)
+
+    def passed(self, begun: Moment, entry: torch.Tensor, output: torch.Tensor) -> None:
+        """A stretch of the forward that is no call: from `entry`, then, to `output`, now."""
+        self._forwards.append((begun, Moment(output.device), entry.numel()))
+        if entry.requires_grad and not entry.is_leaf:
+            self._watch(output, entry, entry.numel())
+
     def _watch(self, output: torch.Tensor, entry: torch.Tensor, elements: int) -> None:
-        begun: list[_Moment] = []
+        begun: list[Moment] = []
 
         def begin(gradient: torch.Tensor) -> None:
-            begun.append(_Moment(gradient.device))
+            begun.append(Moment(gradient.device))
 
         def end(gradient: torch.Tensor) -> None:
             if begun:
-                self._backwards.append((begun.pop(), _Moment(gradient.device), elements))
+                self._backwards.append((begun.pop(), Moment(gradient.device), elements))
 
         output.register_hook(begin)  # type: ignore[no-untyped-call]
         entry.register_hook(end)  # type: ignore[no-untyped-call]
@@ -79,7 +89,7 @@ class RegionClock:
         return _per_element(forwards) + _per_element(backwards) if forwards else None
 
 
-def _per_element(calls: list[tuple[_Moment, _Moment, int]]) -> float:
+def _per_element(calls: list[tuple[Moment, Moment, int]]) -> float:
     elements = sum(number for _, _, number in calls)
     return sum(begin.until(end) for begin, end, _ in calls) / elements if elements else 0.0
 

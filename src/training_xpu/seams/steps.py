@@ -23,6 +23,7 @@ class Step:
 
     index: int  # 1 for the first since the seam was installed
     time: float  # seconds, time.monotonic()
+    optimizer: Optimizer | None = None  # that has taken it, the first of several
 
 
 @dataclass
@@ -116,7 +117,7 @@ class StepSeam(Seam[Step]):
                 return
             self._updated, self._after_backward = set(parameters), False
             self._index += 1
-            step = Step(self._index, time.monotonic())
+            step = Step(self._index, time.monotonic(), optimizer)
         for subscription in self.subscriptions:
             self.call(subscription, step)
 

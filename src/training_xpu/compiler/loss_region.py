@@ -1,0 +1,108 @@
+"""The head and the loss: in chunks, without ever holding the full logits, or plain, whichever is faster."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from training_xpu.blocks import unwrap
+from training_xpu.compiler.loss.standard_loss import Installed, install
+from training_xpu.compiler.trial import RegionClock
+
+NAME = "head and loss"
+_PLAIN = "plain is faster or on trial"
+
+
+class LossRegion:
+    """On trial as a compiled region is: from the head's input to the loss, and from the loss's gradient back to it."""
+
+    name = NAME
+    is_block = False
+    made_graphs = False
+    sizes_changed = False
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """
+        Args:
+            model: with or without its wrappers.
+        """
+        self.clock: RegionClock | None = None
+        inner = unwrap(model)
+        made = install(inner)
+        self.installed: Installed | None = None if isinstance(made, str) else made
+        self.reason = made if isinstance(made, str) else ""
+        self._handles: list[Any] = []
+        self._entered: tuple[Any, torch.Tensor] | None = None
+        if self.installed is not None:
+            head: torch.nn.Module = inner.get_output_embeddings()  # type: ignore[operator]
+            own = weakref.ref(self)
+            self._handles = [
+                head.register_forward_pre_hook(_Hook(own, "before"), prepend=True),
+                inner.register_forward_hook(_Hook(own, "after")),
+            ]
+
+    @property
+    def possible(self) -> bool:
+        return self.installed is not None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the loss is computed in chunks."""
+        return self.installed is not None and self.installed.off is None
+
+    def use(self, compiled: bool) -> None:
+        """From the next forward on; what speaks against it for good stays so."""
+        if self.installed is None:
+            return
+        habit = self.installed.habits[True]
+        if habit.off in (None, _PLAIN):
+            habit.off = None if compiled else _PLAIN
+
+    def row(self, gain: float | None) -> dict[str, Any]:
+        """For the report: as of a compiled region, without graphs, for its chunks are plain kernels."""
+        off = self.installed.off if self.installed is not None else self.reason
+        reason = "" if off in (None, _PLAIN) else str(off)
+        nothing: dict[str, Any] = {"graphs": 0, "breaks": 0, "break_reasons": [], "failures": [], "recompiles": 0}
+        told = {"name": self.name, "count": 1, **nothing, "compiled": self.compiled, "gain": gain, "reason": reason}
+        return {**told, "chunked": self.compiled, "compile_seconds": 0.0}
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self.installed is not None:
+            self.installed.uninstall()
+
+    def before(self, head: torch.nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
+        clock = self.clock
+        if clock is not None and torch.is_grad_enabled() and args and isinstance(args[0], torch.Tensor):
+            self._entered = clock.moment(args[0]), args[0]
+
+    def after(self, model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        clock, entered = self.clock, self._entered
+        self._entered = None
+        if clock is None or entered is None or not torch.is_grad_enabled():
+            return
+        loss = getattr(output, "loss", None)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            clock.passed(entered[0], entered[1], loss)
+
+
+class _Hook:
+    """Does not keep the region alive, and is gone in copies and pickles of the module."""
+
+    def __init__(self, region: weakref.ref[LossRegion] | None, name: str) -> None:
+        self._region = region
+        self._name = name
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
+        region = self._region() if self._region is not None else None
+        if region is not None and not torch.compiler.is_compiling():
+            getattr(region, self._name)(module, args, output)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook(None, self._name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None, self._name)
