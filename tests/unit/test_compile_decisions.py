@@ -162,7 +162,7 @@ class TestController:
         assert states[-1] is State.SETTLED
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
-        assert [r.region.name for r in controller.regions if r.region.is_block] == ["PlainBlock"]
+        assert [r.name for r in controller.regions if r.is_block] == ["PlainBlock"]
         controller.close()
         assert not any("forward" in m.__dict__ for m in model.modules())
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 Compiler = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
-GRAPHS_PER_REGION = 64  # dynamo's own limit of 8 would end in plain Python without a word
+GRAPHS_PER_FRAME = 16  # dynamo's own limit of 8 is the same for all kinds of blocks that share a forward
 
 
 @dataclass
@@ -87,7 +87,8 @@ class Backend:
 def compiling(backend: Backend) -> Iterator[None]:
     """Around a call that may compile: what fails runs in plain Python, breaks are recorded, backward is made at once.
 
-    DDP's splitting of graphs by bucket is off: a block is smaller than what it was made for, and would come apart.
+    A number read from a tensor (`.item()`) stays inside the graph. DDP's splitting of graphs by bucket is off: a block
+    is smaller than what it was made for, and would come apart.
     """
     from torch._dynamo import output_graph
 
@@ -96,7 +97,8 @@ def compiling(backend: Backend) -> Iterator[None]:
     dynamo = torch._dynamo.config.patch(
         suppress_errors=True,
         optimize_ddp=False,
-        recompile_limit=GRAPHS_PER_REGION,
+        capture_scalar_outputs=True,
+        recompile_limit=GRAPHS_PER_FRAME,
         accumulated_recompile_limit=1024,
     )
     functorch = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
@@ -110,7 +112,18 @@ def compiling(backend: Backend) -> Iterator[None]:
 
 def _break_of(reason: Any) -> Break:
     frame = reason.user_stack[-1] if reason.user_stack else None
-    return Break(frame.filename if frame else "", frame.lineno or 0 if frame else 0, _first_line(reason.reason))
+    return Break(frame.filename if frame else "", frame.lineno or 0 if frame else 0, _in_words(str(reason.reason)))
+
+
+def _in_words(reason: str) -> str:
+    """What dynamo says of a break, without its advice to those who develop it: the kind and the explanation.
+
+    >>> _in_words("Data-dependent branching\\n  Explanation: Detected a branch.\\n  Developer debug context: x")
+    'Data-dependent branching: Detected a branch.'
+    """
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    told = [line.partition(": ")[2] for line in lines if line.startswith(("Explanation: ", "Hint: "))][:2]
+    return f"{lines[0]}: {' '.join(told)}" if lines and told else _first_line(reason)
 
 
 def _first_line(said: object) -> str:

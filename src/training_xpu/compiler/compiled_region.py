@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from training_xpu.compiler.regions import Region
 from training_xpu.compiler.trial import RegionClock
 
 MOST_STRUCTURES = 4  # ways to call one region that get graphs of their own
+CALLS_OF_BROKEN = 3  # of each module: behind a break, torch learns from the second value on that a number changes
 
 
 @dataclass
@@ -23,7 +25,7 @@ class _Structure:
     sizes: tuple[Hashable, ...]
     static: Callable[..., Any]
     dynamic: Callable[..., Any] | None = None
-    settled: set[tuple[int, bool]] = field(default_factory=set)  # (module, open sizes) that have run compiled
+    calls: Counter[tuple[int, bool]] = field(default_factory=Counter)  # (module, open sizes) -> those that may compile
 
 
 class CompiledRegion:
@@ -112,22 +114,21 @@ class CompiledRegion:
         elif structure.dynamic is not None:
             function = structure.dynamic
         elif self.may_open_sizes:
-            structure.dynamic = function = self._compile(own, dynamic=None)
+            structure.dynamic = function = self._compile(own)
         else:
             self.sizes_changed = True  # all ranks make that graph in the same step: this one waits for it
             return own(module, *args, **kwargs)
         known = (id(module), open_sizes)
-        if known in structure.settled:
-            return function(module, *args, **kwargs)
+        if structure.calls[known] >= (CALLS_OF_BROKEN if self.backend.record.breaks else 1):
+            with torch.compiler.set_stance("eager_on_recompile"):
+                return function(module, *args, **kwargs)
         if open_sizes:
             mark_changing_sizes(shape, structure.sizes)
-        result = self._first_call(function, own, module, args, kwargs)
-        structure.settled.add(known)
+        result = self._first_call(function, module, args, kwargs)
+        structure.calls[known] += 1
         return result
 
-    def _first_call(
-        self, function: Callable[..., Any], own: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
-    ) -> Any:
+    def _first_call(self, function: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         record = self.backend.record
         before = record.graphs + len(record.failures)
         with compiling(self.backend):
@@ -139,12 +140,12 @@ class CompiledRegion:
     def _structure(self, shape: CallShape, own: Callable[..., Any]) -> _Structure | None:
         found = self._structures.get(shape.structure)
         if found is None and len(self._structures) < MOST_STRUCTURES:
-            found = _Structure(shape.sizes, self._compile(own, dynamic=False))
+            found = _Structure(shape.sizes, self._compile(own))
             self._structures[shape.structure] = found
         elif found is None:
             self.plain_reason = f"called in more than {MOST_STRUCTURES} ways"
         return found
 
-    def _compile(self, own: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(own, backend=self.backend, dynamic=dynamic)
+    def _compile(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = torch.compile(own, backend=self.backend)
         return compiled

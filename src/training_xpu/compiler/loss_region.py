@@ -73,6 +73,7 @@ class LossRegion:
             handle.remove()
         if self.installed is not None:
             self.installed.uninstall()
+        self.installed = None
 
     def before(self, head: torch.nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
         clock = self.clock
