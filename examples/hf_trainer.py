@@ -27,6 +27,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--torch-compile", action="store_true")
+    parser.add_argument("--save", metavar="FOLDER", default="")
     asked = parser.parse_args()
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -47,10 +49,13 @@ def main() -> None:
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
+            torch_compile=asked.torch_compile,
         ),
         train_dataset=RandomTokens(config.vocab_size, asked.length),
     )
     trainer.train()
+    if asked.save:
+        trainer.save_model(asked.save)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parent / "jobs" / "training_job.py"
+HF_SCRIPT = Path(__file__).parents[2] / "examples" / "hf_trainer.py"
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 STEPS = 18  # compiling, the graphs for all sizes, the trial, and what the ranks agree on
 
@@ -87,3 +88,46 @@ def test_with_recompute(plain: list[dict[str, Any]], training_environment: dict[
     compiled, recomputed = reports(tmp_path, "both"), reports(tmp_path, "both", "recompute")
     assert all(row["event"] == "applied" for row in (*compiled, *recomputed))
     assert recomputed[0]["data"]["layers_total"] == 6
+
+
+def test_a_trainer_script_that_compiles_by_itself(training_environment: dict[str, str], tmp_path: Path) -> None:
+    """TrainingArguments(torch_compile=True): the call is taken, and what is saved has the model's own names."""
+    command = [sys.executable, str(HF_SCRIPT), "--layers", "2", "--length", "64", "--steps", "16", "--torch-compile"]
+    own = {
+        **training_environment,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRAINING_XPU_COMPILE": "true",
+        "TRAINING_XPU_REPORT": str(tmp_path / "ours-reports"),
+    }
+    saved = tmp_path / "saved"
+    done = subprocess.run(
+        [*command, "--save", str(saved)], env=own, cwd=tmp_path, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (said,) = reports(tmp_path, "ours")
+    regions = {row["name"]: row for row in said["data"]["regions"]}
+    assert (regions["LlamaDecoderLayer"]["graphs"], regions["LlamaDecoderLayer"]["breaks"]) == (1, 0)
+    assert "head and loss" in regions
+    from safetensors import safe_open
+
+    with safe_open(saved / "model.safetensors", "pt") as weights:
+        names = list(weights.keys())
+    assert names
+    assert not any("_orig_mod" in name for name in names)
+    assert "training-xpu: compile: " in done.stderr
+
+
+def test_without_a_compiler_training_goes_on(training_environment: dict[str, str], tmp_path: Path) -> None:
+    own = {
+        **training_environment,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CXX": "/no/such/compiler",
+        "TRAINING_XPU_COMPILE": "true",
+    }
+    command = [sys.executable, str(HF_SCRIPT), "--layers", "2", "--length", "32", "--steps", "2"]
+    done = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "compile steps aside: no C++ compiler was found; install g++, or name one in CXX" in done.stderr
+    assert done.stdout.count("'loss'") == 2

@@ -134,6 +134,16 @@ class TestController:
         with pytest.raises(NothingToDo, match="no repeated blocks"):
             Controller(torch.nn.Linear(2, 2), Request())
 
+    @pytest.mark.parametrize("how", ["function", "in place"])
+    def test_a_model_compiled_as_a_whole_is_left_alone(self, how: str) -> None:
+        model: Any = Plain()
+        if how == "function":
+            model = torch.compile(model, backend="eager")
+        else:
+            model.compile(backend="eager")
+        with pytest.raises(NothingToDo, match=r"leave torch\.compile out"):
+            Controller(model, Request())
+
     def test_a_model_has_one_controller(self) -> None:
         model = llama(layers=2)
         first = Controller(model, Request())

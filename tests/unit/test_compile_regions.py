@@ -171,6 +171,20 @@ class TestGraphs:
         assert "no code for this" in region.backend.record.failures[0]
         block(hidden)
 
+    def test_weights_that_thaw_get_a_graph_of_their_own(self) -> None:
+        block = Block()
+        block.linear.weight.requires_grad_(False)
+        region = region_of(block)
+        hidden = torch.randn(2, 3, 8, requires_grad=True)
+        block(hidden)
+        block.linear.weight.requires_grad_(True)
+        block(hidden).sum().backward()  # in plain Python: nothing compiles behind the back of a settled call
+        assert region.backend.record.graphs == 1
+        assert block.linear.weight.grad is not None
+        region.look_again()
+        block(hidden)
+        assert region.backend.record.graphs == 2
+
     def test_errors_of_the_model_are_the_models(self) -> None:
         block = Block()
         region_of(block)

@@ -52,6 +52,8 @@ class CompiledRegion:
         self.made_graphs = False  # since the last optimizer step
         self._open_at_once = dynamic
         self._structures: dict[Hashable, _Structure] = {}
+        self._parameters = [p for module in region.modules for p in module.parameters()]
+        self._state = self._state_of_parameters()
 
     @property
     def recompiles(self) -> int:
@@ -66,6 +68,20 @@ class CompiledRegion:
     def use(self, compiled: bool) -> None:
         """What its calls run from the next optimizer step on."""
         self.compiled = compiled
+
+    def look_again(self) -> None:
+        """Lets calls compile again where the script has changed weights, such as thawed a layer, since this was asked.
+
+        Graphs are made for weights of certain types, with or without gradients.
+        """
+        state = self._state_of_parameters()
+        if state != self._state:
+            self._state = state
+            for structure in self._structures.values():
+                structure.calls.clear()
+
+    def _state_of_parameters(self) -> list[tuple[torch.dtype, bool]]:
+        return [(p.dtype, p.requires_grad) for p in self._parameters]
 
     def close(self) -> None:
         self.active = False

@@ -16,7 +16,7 @@ from training_xpu.compiler.compiled_region import CompiledRegion
 from training_xpu.compiler.forward import Forward
 from training_xpu.compiler.loss_region import LossRegion
 from training_xpu.compiler.optimizer_step import fuse
-from training_xpu.compiler.regions import find_regions
+from training_xpu.compiler.regions import find_regions, is_compiled
 from training_xpu.compiler.requests import Request
 from training_xpu.compiler.trial import PAIRS, RegionClock, Trial, mean_gain
 from training_xpu.engines.zero3_leaves import Leaves, make_leaves
@@ -54,6 +54,11 @@ class Controller:
             raise NothingToDo("this model is in hand already, by the variable or an earlier call of optimize")
         if not find_blocks(inner):
             raise NothingToDo(f"{type(inner).__name__} has no repeated blocks")
+        if is_compiled(root):
+            raise NothingToDo(
+                "the script has compiled the whole model, with a backend of its own or in evaluation mode; "
+                "call model.train() before torch.compile(model), or leave torch.compile out"
+            )
         found = find_regions(inner)
         if not any(region.is_block for region in found):
             raise NothingToDo("its blocks are compiled already, or have a forward of the script's own")
@@ -103,6 +108,7 @@ class Controller:
         made_graphs = any(region.made_graphs for region in self.regions)
         for region in self.regions:
             region.made_graphs = False
+            region.look_again()
         if self.state is State.WARMING and (not made_graphs or self._steps >= MOST_WARM_UP_STEPS):
             self._begin_trial()
         elif self.state is State.TRIAL:
@@ -129,6 +135,7 @@ class Controller:
         for region in self.regions:
             region.clock = RegionClock()
         self._use(True)
+        self._say()
 
     def _use(self, compiled: bool) -> None:
         self._compiled_now = compiled
@@ -166,7 +173,8 @@ class Controller:
         self._say()
 
     def _say(self) -> None:
-        said.outcome(self.regions, self._gains, _cache_hits() - self._hits_before, len(self._fused))
+        hits = _cache_hits() - self._hits_before
+        said.outcome(self.regions, self._gains, hits, len(self._fused), self.state is State.SETTLED)
 
 
 def _mean_of_ranks(said: list[Any]) -> dict[str, float]:

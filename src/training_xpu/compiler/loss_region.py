@@ -52,6 +52,9 @@ class LossRegion:
         """Whether the loss is computed in chunks."""
         return self.installed is not None and self.installed.off is None
 
+    def look_again(self) -> None:
+        """Nothing is made for certain weights here."""
+
     def use(self, compiled: bool) -> None:
         """From the next forward on; what speaks against it for good stays so."""
         if self.installed is None:

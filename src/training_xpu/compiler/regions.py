@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from training_xpu.blocks import find_blocks, unwrap
+from training_xpu.blocks import class_names, find_blocks, unwrap, wrapped
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 # One operator of a library: a graph of it would call that operator again, and cost its own overhead on top.
@@ -54,6 +54,17 @@ def find_regions(model: torch.nn.Module) -> list[Region]:
         if not isinstance(module, (*_CONTAINERS, *_SINGLE_OPERATORS)) and _has_forward(module)
     ]
     return [region for region in map(_not_compiled, regions) if region.modules]
+
+
+def is_compiled(root: torch.nn.Module) -> bool:
+    """Whether the model, or a wrapper of it, is compiled as a whole."""
+    layer: torch.nn.Module | None = root
+    while layer is not None:
+        if layer._compiled_call_impl is not None or "OptimizedModule" in class_names(layer):
+            return True
+        further = wrapped(layer)
+        layer = None if further is None else further[1]
+    return False
 
 
 def _has_forward(module: torch.nn.Module) -> bool:

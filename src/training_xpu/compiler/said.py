@@ -14,7 +14,11 @@ _BREAKS_NAMED = 3
 
 
 def outcome(
-    regions: Sequence[CompiledRegion | LossRegion], gains: dict[str, float], cache_hits: int, fused_optimizers: int
+    regions: Sequence[CompiledRegion | LossRegion],
+    gains: dict[str, float],
+    cache_hits: int,
+    fused_optimizers: int,
+    settled: bool,
 ) -> None:
     """What has been compiled, and what it gains; "stepped-aside" where nothing could be.
 
@@ -22,6 +26,7 @@ def outcome(
         gains: plain time over compiled time of each region that was on trial.
         cache_hits: graphs found in Inductor's cache instead of being compiled.
         fused_optimizers: that use torch's fused kernel now.
+        settled: False: the trial is still to come; that is for the report alone.
     """
     rows = [region.row(gains.get(region.name)) for region in regions]
     seconds = sum(row["compile_seconds"] for row in rows)
@@ -36,7 +41,10 @@ def outcome(
         compile_seconds=seconds,
         cache_hits=cache_hits,
         fused_optimizers=fused_optimizers,
+        settled=settled,
     )
+    if not settled:
+        return
     _print(line)
     for row in rows:
         _say_breaks(row["name"], row["break_reasons"])
