@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,14 @@ from training_xpu.compiler.call_shape import NotCompilable, call_shape
 from training_xpu.compiler.compiled_region import MOST_STRUCTURES, CompiledRegion
 from training_xpu.compiler.forward import Forward
 from training_xpu.compiler.regions import Region, find_regions
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """Dynamo remembers by code what could not be compiled, and the tests share theirs."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def eager(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
