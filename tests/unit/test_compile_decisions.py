@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from training_xpu.compiler import trial
 from training_xpu.compiler.agreement import AHEAD, Question
-from training_xpu.compiler.controller import Controller, NothingToDo, State
+from training_xpu.compiler.controller import MOST_TRIAL_STEPS, Controller, NothingToDo, State
 from training_xpu.compiler.loss_region import LossRegion
 from training_xpu.compiler.optimizer_step import fuse
 from training_xpu.compiler.requests import SAME_RANDOM_NUMBERS, Request, request_of, take_compile, take_module_compile
@@ -24,7 +24,7 @@ class TestRequests:
         model = llama(layers=2)
         assert take_compile(CompileCall(model, {"dynamic": True, "options": {"max_fusion_size": 8}})) is model
         asked = request_of(model)
-        assert (asked.by_script, asked.dynamic) == (True, True)
+        assert asked.dynamic is True
         assert asked.options == {**SAME_RANDOM_NUMBERS, "max_fusion_size": 8}
 
     def test_a_mode_becomes_its_options(self) -> None:
@@ -38,7 +38,7 @@ class TestRequests:
     def test_other_backends_are_torchs(self, arguments: dict[str, Any]) -> None:
         model = llama(layers=2)
         assert take_compile(CompileCall(model, arguments)) is None
-        assert not request_of(model).by_script
+        assert request_of(model) == Request()
 
     @pytest.mark.parametrize(
         "model",
@@ -151,6 +151,13 @@ class TestController:
             Controller(model, Request())
         first.close()
         Controller(model, Request()).close()
+
+    def test_a_trial_ends_though_the_blocks_do_not_run(self) -> None:
+        controller = Controller(Plain(), Request())
+        for _ in range(2 + MOST_TRIAL_STEPS):
+            controller.after_step()
+        assert controller.state is State.SETTLED
+        controller.close()
 
     def test_from_compiling_to_settled_and_back(self) -> None:
         model = Plain(dropout=0.1)

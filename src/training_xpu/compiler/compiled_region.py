@@ -61,10 +61,6 @@ class CompiledRegion:
         kinds = sum(1 + (s.dynamic is not None) for s in self._structures.values())
         return max(0, kinds - 1)
 
-    @property
-    def possible(self) -> bool:
-        return True
-
     def use(self, compiled: bool) -> None:
         """What its calls run from the next optimizer step on."""
         self.compiled = compiled
@@ -113,8 +109,7 @@ class CompiledRegion:
             return own(module, *args, **kwargs)
         clock = self.clock
         if clock is not None:
-            shape_of = shape.tensors
-            return clock.timed(lambda: self._run(module, own, shape, args, kwargs), shape_of)
+            return clock.timed(lambda: self._run(module, own, shape, args, kwargs), shape.tensors)
         return self._run(module, own, shape, args, kwargs)
 
     def _run(self, module: torch.nn.Module, own: Callable[..., Any], shape: CallShape, args: Any, kwargs: Any) -> Any:

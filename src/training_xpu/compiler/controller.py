@@ -23,6 +23,7 @@ from training_xpu.engines.zero3_leaves import Leaves, make_leaves
 
 _in_hand: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models that have a controller
 MOST_WARM_UP_STEPS = 20  # a job whose every step compiles something is judged all the same
+MOST_TRIAL_STEPS = 6 * PAIRS  # and one whose blocks do not run in every step
 
 
 class State(Enum):
@@ -77,6 +78,7 @@ class Controller:
         self.state = State.WARMING
         self._steps = 0
         self._trial = Trial()
+        self._trial_steps = 0
         self._gains: dict[str, float] = {}
         self._open = Question(job, "open", lambda said: True, of_all=False)
         self._verdict = Question(job, "gains", _mean_of_ranks, of_all=True)
@@ -109,7 +111,8 @@ class Controller:
         for region in self.regions:
             region.made_graphs = False
             region.look_again()
-        if self.state is State.WARMING and (not made_graphs or self._steps >= MOST_WARM_UP_STEPS):
+        waiting = not self._opened and self._open.has_said  # for the step in which graphs for all sizes are made
+        if self.state is State.WARMING and (not (made_graphs or waiting) or self._steps >= MOST_WARM_UP_STEPS):
             self._begin_trial()
         elif self.state is State.TRIAL:
             self._go_on_with_trial(made_graphs)
@@ -148,7 +151,8 @@ class Controller:
             spent = region.clock.take()
             if not made_graphs:
                 self._trial.add(region.name, spent, self._compiled_now)
-        if self._trial.pairs(self.regions[0].name) >= PAIRS:
+        self._trial_steps += 1
+        if self._trial.pairs(self.regions[0].name) >= PAIRS or self._trial_steps >= MOST_TRIAL_STEPS:
             self._end_trial()
         else:
             self._use(not self._compiled_now)

@@ -44,10 +44,6 @@ class LossRegion:
             ]
 
     @property
-    def possible(self) -> bool:
-        return self.installed is not None
-
-    @property
     def compiled(self) -> bool:
         """Whether the loss is computed in chunks."""
         return self.installed is not None and self.installed.off is None

@@ -22,7 +22,6 @@ class Request:
 
     options: dict[str, Any] = field(default_factory=SAME_RANDOM_NUMBERS.copy)  # Inductor's
     dynamic: bool | None = None
-    by_script: bool = False
 
 
 _requests: weakref.WeakKeyDictionary[torch.nn.Module, Request] = weakref.WeakKeyDictionary()
@@ -53,7 +52,7 @@ def _take(model: torch.nn.Module, arguments: dict[str, Any]) -> bool:
     trains = model.training and any(p.requires_grad for p in model.parameters())
     if not trains or not find_blocks(model):
         return False
-    _requests[unwrap(model)] = Request(_options(arguments), arguments.get("dynamic"), by_script=True)
+    _requests[unwrap(model)] = Request(_options(arguments), arguments.get("dynamic"))
     return True
 
 
