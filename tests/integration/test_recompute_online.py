@@ -68,8 +68,6 @@ def test_fifty_batches_of_different_lengths_on_two_ranks(
     # How near the prediction is, benchmarks/memory_accuracy.py tells: Gloo's thread lets go of its copies whenever it
     # runs, so that what two ranks hold on a crowded machine is no fixed number.
     assert all(line["measured_peak_bytes"] > 0 and line["replans"] <= MOST_REPLANS for line in last)
-    if engine == "zero3":
-        assert last[0]["layers_recomputed"] == last[1]["layers_recomputed"]
 
 
 def test_a_trainer_script_recomputes_what_does_not_fit(training_environment: dict[str, str], tmp_path: Path) -> None:
