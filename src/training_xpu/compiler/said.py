@@ -32,7 +32,7 @@ def outcome(
     seconds = sum(row["compile_seconds"] for row in rows)
     fused = "fused optimizer step" if fused_optimizers else ""
     parts = [_compiled(rows), fused, _plain(rows), f"{seconds:.0f} s of compiling"]
-    line = "compile: " + "; ".join(part for part in parts if part)
+    line = "; ".join(part for part in parts if part)
     report.write(
         FEATURE,
         "applied" if any(row["graphs"] or row["compiled"] for row in rows) else "stepped-aside",
@@ -45,7 +45,7 @@ def outcome(
     )
     if not settled:
         return
-    _print(line)
+    _print(f"{FEATURE}: {line}")
     for row in rows:
         _say_breaks(row["name"], row["break_reasons"])
 
