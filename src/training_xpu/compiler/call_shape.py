@@ -76,7 +76,6 @@ def mark_changing_sizes(shape: CallShape, before: tuple[Hashable, ...]) -> None:
         before: the sizes of the earlier call, of the same structure.
     """
     changed: set[int] = set()
-    index = 0
     own = [s for s in shape.sizes if isinstance(s, tuple)]
     earlier = [s for s in before if isinstance(s, tuple)]
     for now, then in zip(own, earlier, strict=True):
