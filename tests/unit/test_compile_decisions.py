@@ -11,11 +11,12 @@ from torch._C._distributed_c10d import HashStore
 
 from training_xpu.compiler import trial
 from training_xpu.compiler.agreement import AHEAD, Question
-from training_xpu.compiler.controller import MOST_TRIAL_STEPS, Controller, NothingToDo, State
+from training_xpu.compiler.controller import MOST_TRIAL_STEPS, Controller, State
 from training_xpu.compiler.loss_region import LossRegion
 from training_xpu.compiler.optimizer_step import fuse
 from training_xpu.compiler.requests import SAME_RANDOM_NUMBERS, Request, request_of, take_compile, take_module_compile
 from training_xpu.compiler.trial import PAIRS, RegionClock, Trial, mean_gain
+from training_xpu.engines.joint_start import NothingToDo
 from training_xpu.seams import CompileCall, ModuleCompileCall
 
 

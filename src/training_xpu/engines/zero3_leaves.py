@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from training_xpu.engines.joint_start import NothingToDo
+
 _NEEDED = ("_remove_module_hooks", "setup_zero_stage3_hooks", "forward_hooks", "backward_hooks")
 
 
-class CannotMakeLeaves(Exception):
+class CannotMakeLeaves(NothingToDo):
     """This DeepSpeed has no way to do it after `deepspeed.initialize`."""
 
 

@@ -6,25 +6,23 @@ from typing import Any
 
 import torch
 
-from training_xpu import envs, report
-from training_xpu.blocks import find_blocks, unwrap
-from training_xpu.errors import UserError
+from training_xpu import envs
+from training_xpu.engines import optimizing
 from training_xpu.recompute.budget import Budget, memory_budget, memory_limit, read_budget
 from training_xpu.recompute.online.controller import Controller
 from training_xpu.recompute.online.start import start
 from training_xpu.recompute.switching.policies import Mode
-from training_xpu.seams import ROOT_FORWARD, STEP, RootForward, Step, Subscription
+from training_xpu.seams import Step
 
 
-class Optimizing:
-    """What `optimize` returns: what is done to a model, and its end."""
+class Optimizing(optimizing.Optimizing[Controller]):
+    """What is done to a model, and its end."""
+
+    feature = "recompute"
 
     def __init__(self, model: torch.nn.Module, budget: str | int | None) -> None:
-        self._model = unwrap(model)
         self._asked = budget
-        self._controller: Controller | None = None
-        self._step: Subscription[Step] | None = None
-        self._waiting: Subscription[RootForward] | None = ROOT_FORWARD.subscribe(self._begin, owner="recompute")
+        super().__init__(model)
 
     @property
     def modes(self) -> tuple[Mode, ...] | None:
@@ -36,36 +34,19 @@ class Optimizing:
         """Blocks that do not keep all their activations; None before the first training forward."""
         return None if self.modes is None else sum(mode is not Mode.KEEP for mode in self.modes)
 
-    def close(self) -> None:
-        """Gives the model back as it was."""
-        for subscription in (self._waiting, self._step):
-            if subscription is not None:
-                subscription.cancel()
-        self._waiting = self._step = None
-        if self._controller is not None:
-            self._controller.close()
-            self._controller = None
-
-    def _begin(self, event: RootForward) -> None:
-        if unwrap(event.module) is not self._model:  # another model trains first
-            self._waiting = ROOT_FORWARD.subscribe(self._begin, owner="recompute")
-            return
-        self._waiting = None
+    def _start(self, root: torch.nn.Module) -> Controller | None:
         place = envs.distributed()
-        device = next(p.device for p in event.module.parameters()).type
+        device = next(p.device for p in root.parameters()).type
 
         def budget() -> Budget:
             if self._asked is None:
                 return memory_budget(place.local_world_size, device)
             return read_budget(_written(self._asked), memory_limit(place.local_world_size, device), "budget")
 
-        self._controller = start(event.module, budget)
-        if self._controller is not None:
-            self._step = STEP.subscribe(self._after_step, owner="recompute")
+        return start(root, budget)
 
-    def _after_step(self, step: Step) -> None:
-        if self._controller is not None:
-            self._controller.after_step()
+    def _after_step(self, controller: Controller, step: Step) -> None:
+        controller.after_step()
 
 
 def _written(budget: str | int) -> str:
@@ -86,15 +67,7 @@ def optimize(model: Any, budget: str | int | None = None) -> Optimizing:
     Raises:
         UserError: the budget is no amount of memory, or the model is none or has no repeated blocks.
     """
-    if not isinstance(model, torch.nn.Module):
-        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise UserError(f"optimize takes a torch.nn.Module, not {given}", "Such as: optimize(model, budget='6GiB')")
-    if budget is not None:
+    if budget is not None and isinstance(model, torch.nn.Module):
         read_budget(_written(budget), Budget(2**62, ""), "budget")
-    if not find_blocks(model):
-        raise UserError(
-            f"{type(unwrap(model)).__name__} has no repeated blocks to recompute",
-            "Blocks are found where a ModuleList or Sequential holds at least two modules of one class.",
-        )
-    report.set_up_logging(envs.log_level())
+    optimizing.check_model(model, "recompute", "optimize(model, budget='6GiB')")
     return Optimizing(model, budget)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -112,57 +111,3 @@ def _rows(
         x.mul_(options.logit_scale)
     if mask is not None:
         x.masked_fill_(~mask.unsqueeze(1), 0.0)
-
-
-def _fused(
-    logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None, options: Options, precise: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as a pure function, [rows] and [rows, V], which a compiler turns into two or three passes."""
-    x = logits.to(precise) * options.logit_scale
-    slope: torch.Tensor | float = options.logit_scale
-    if options.softcap is not None:
-        capped = torch.tanh(x / options.softcap)
-        slope = (1.0 - capped * capped) * options.logit_scale
-        x = capped * options.softcap
-    smoothing = options.label_smoothing
-    normaliser = torch.logsumexp(x, 1)
-    losses = normaliser - (1.0 - smoothing) * x.gather(1, targets.unsqueeze(1)).squeeze(1)
-    losses = losses - smoothing * x.mean(1) + options.z_loss * normaliser * normaliser
-    hit = torch.arange(x.shape[1], device=x.device) == targets.unsqueeze(1)
-    gradient = torch.exp(x - normaliser.unsqueeze(1)) * (1.0 + 2.0 * options.z_loss * normaliser).unsqueeze(1)
-    gradient = (gradient - hit * (1.0 - smoothing) - smoothing / x.shape[1]) * slope
-    if mask is not None:
-        losses = losses * mask
-        gradient = torch.where(mask.unsqueeze(1), gradient, 0.0)
-    return losses, gradient.to(logits.dtype)
-
-
-_Fused = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor | None, Options, torch.dtype], tuple[torch.Tensor, torch.Tensor]
-]
-
-
-class _Compiled:
-    """The compiled function, made when first needed; None once it could not be."""
-
-    function: _Fused | None = None
-    failed = False
-
-
-def compiled_chunk_loss(
-    chunk: ChunkLoss, logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None, losses: torch.Tensor
-) -> None:
-    """As `chunk_loss`, by a compiled kernel; by that function where there is no compiler or it fails."""
-    if _Compiled.failed or type(logits) is not torch.Tensor:
-        return chunk_loss(chunk, logits, targets, mask, losses)
-    try:
-        if _Compiled.function is None:
-            _Compiled.function = torch.compile(_fused, dynamic=True)
-        found, gradient = _Compiled.function(logits, targets, mask, chunk.options, chunk.precise)
-    except Exception:  # of any kind: compilers fail in many ways, and nothing has been written yet
-        _Compiled.failed = True
-        return chunk_loss(chunk, logits, targets, mask, losses)
-    losses.copy_(found)
-    if chunk.with_gradient:
-        logits.copy_(gradient)
-    return None

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from training_xpu.compiler.loss.chunk import ChunkLoss, Options, chunk_loss, compiled_chunk_loss
+from training_xpu.compiler.loss.chunk import ChunkLoss, Options, chunk_loss
 from training_xpu.compiler.loss.weight_gradient import WeightGradient
 
 Reduction = Literal["mean", "sum"]
@@ -32,7 +32,6 @@ class _Settings(NamedTuple):
     mean: bool
     divisor: torch.Tensor | float | None
     needs: tuple[bool, bool, bool]  # whether hidden, weight and bias get a gradient
-    compiled: bool
 
 
 def linear_cross_entropy(
@@ -49,7 +48,6 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     divisor: torch.Tensor | float | None = None,
     rows: int | None = None,
-    compiled: bool = False,
 ) -> torch.Tensor:
     """`cross_entropy(softcap(logit_scale * linear(hidden, weight, bias)), labels)`, in chunks of rows.
 
@@ -68,7 +66,6 @@ def linear_cross_entropy(
         reduction: the sum over rows, or that divided by the number of rows that count.
         divisor: what the sum is divided by, whatever `reduction` says, such as the tokens of all micro batches.
         rows: of one chunk; None: chosen from V, H and the dtype.
-        compiled: has torch.compile make the elementwise part; where it cannot, it runs as without.
 
     Returns:
         The loss, 0-dimensional, in fp32, or fp64 for fp64 logits. As from `torch.nn.functional.cross_entropy`, a mean
@@ -106,7 +103,6 @@ def linear_cross_entropy(
             with_grad and weight.requires_grad,
             with_grad and bias is not None and bias.requires_grad,
         ),
-        compiled=compiled,
     )
     loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings)  # type: ignore[no-untyped-call]
     return loss
@@ -248,7 +244,6 @@ def _run(
     of_hidden, of_weight, of_bias = settings.needs
     compute = settings.compute
     precise = torch.float64 if compute == torch.float64 else torch.float32
-    kernel = compiled_chunk_loss if settings.compiled else chunk_loss
     vocabulary, width = weight.shape
     matrix = weight.to(compute)
     addition = None if bias is None else bias.to(compute)
@@ -270,7 +265,7 @@ def _run(
             torch.mm(inputs, matrix.t(), out=logits)
         else:
             torch.addmm(addition, inputs, matrix.t(), out=logits)
-        kernel(chunk, logits, targets[part], None if mask is None else mask[part], losses[part])
+        chunk_loss(chunk, logits, targets[part], None if mask is None else mask[part], losses[part])
         if of_hidden:
             if grad_hidden.dtype == compute and index is None:
                 torch.mm(logits, matrix, out=grad_hidden[of])

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from training_xpu.blocks import LOSS, class_names, publish, unwrap, withdraw
-from training_xpu.compiler.loss.attached import ABSENT, HeadForward, Hook, LossFunction, running, steps
+from training_xpu.compiler.loss.attached import HeadForward, LossFunction, running, steps
 from training_xpu.compiler.loss.deferred import DeferredLogits, Source, scale_and_softcap
 from training_xpu.compiler.loss.linear_cross_entropy import linear_cross_entropy
 from training_xpu.compiler.loss.recognise import (
@@ -33,6 +33,7 @@ from training_xpu.compiler.loss.recognise import (
     usable,
     version_of,
 )
+from training_xpu.instances import ABSENT, Hook
 
 _MISSES = 2
 _RARE_READS = 4  # one forward in so many may have its logits read, which costs as much as it saved

@@ -16,13 +16,14 @@ import torch
 
 from training_xpu import device
 from training_xpu.blocks import find_blocks, unwrap
-from training_xpu.engines.joint_start import must_agree
+from training_xpu.engines.joint_start import NothingToDo, must_agree
+from training_xpu.instances import Hook
 from training_xpu.recompute.budget import Budget
 from training_xpu.recompute.online import out_of_memory, recovery, said
 from training_xpu.recompute.online.agreement import agree_on_most
 from training_xpu.recompute.online.amounts import BatchShape
 from training_xpu.recompute.online.batch_shape import batch_shape
-from training_xpu.recompute.online.hooks import Hook, has_hooks_of_a_script
+from training_xpu.recompute.online.hooks import has_hooks_of_a_script
 from training_xpu.recompute.online.measure import MeasuredStep, StepMeasurement, somebody_watches
 from training_xpu.recompute.online.overhead import Overhead
 from training_xpu.recompute.online.plan import Plan, Planner
@@ -45,10 +46,6 @@ class State(Enum):
     CHECKING = "checking"
     STEADY = "steady"
     GIVEN_UP = "given up"
-
-
-class NothingToDo(Exception):
-    """This model cannot be helped; the message says why."""
 
 
 class Controller:

@@ -1,28 +1,11 @@
-"""Hooks on a user's model that neither a copy nor a saved file of the model takes along."""
+"""Whether a script has hooks of its own inside a block."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
-
-
-class Hook:
-    """A callable that copies and pickles as one that does nothing."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Does nothing, and whoever loads the file needs nothing of this project.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
 
 _OF_LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers", "peft", "training_xpu")
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_iter
 
+from training_xpu.instances import Hook
 from training_xpu.recompute.online.amounts import Amount, BatchShape, classify
-from training_xpu.recompute.online.hooks import Hook
 from training_xpu.recompute.switching.policies import is_kept
 from training_xpu.recompute.switching.runner import in_backward
 

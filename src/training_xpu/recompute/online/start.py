@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from training_xpu.engines.joint_start import must_agree, why_not_all_start
-from training_xpu.errors import UserError
+from training_xpu.engines.joint_start import start_together
 from training_xpu.recompute.budget import Budget
 from training_xpu.recompute.online import said
-from training_xpu.recompute.online.controller import Controller, NothingToDo
+from training_xpu.recompute.online.controller import Controller
 
 
 def start(root: torch.nn.Module, budget: Callable[[], Budget]) -> Controller | None:
@@ -20,23 +19,8 @@ def start(root: torch.nn.Module, budget: Callable[[], Budget]) -> Controller | N
         root: the model with its wrappers, about to run its first training forward.
         budget: of this rank; may raise UserError.
     """
-    controller, reason = None, None
-    try:
-        controller = Controller(root, budget())
-    except NothingToDo as nothing:
-        reason = str(nothing)
-    except UserError as error:
-        reason = f"{error.problem}. {error.remedy}"
-    except Exception as error:  # the other ranks must hear of it, whatever it is
-        reason = f"{type(error).__name__}: {error}"
-    if must_agree(root):
-        try:
-            reason = why_not_all_start("recompute", "CHECKPOINT_OPTIMIZATION", reason)
-        except Exception as error:
-            reason = f"the ranks could not tell each other that they can begin: {type(error).__name__}: {error}"
-    if reason is None:
-        return controller
-    if controller is not None:
-        controller.close()
-    said.stepped_aside(reason)
-    return None
+    made = start_together("recompute", "CHECKPOINT_OPTIMIZATION", root, lambda: Controller(root, budget()))
+    if isinstance(made, str):
+        said.stepped_aside(made)
+        return None
+    return made

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from training_xpu.recompute.switching.handles import ABSENT, FLAGS, BlockHandle, FlagHandle, put_back
+from training_xpu.instances import ABSENT
+from training_xpu.recompute.switching.handles import FLAGS, BlockHandle, FlagHandle, put_back
 from training_xpu.recompute.switching.policies import Mode
 from training_xpu.recompute.switching.runner import Shared, cache_among
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import weakref
 from abc import ABC, abstractmethod
 from typing import Any
@@ -12,34 +9,23 @@ from typing import Any
 import torch
 
 from training_xpu.blocks import class_names
+from training_xpu.instances import ABSENT, ForwardInFront
 from training_xpu.recompute.switching.policies import Mode
 from training_xpu.recompute.switching.runner import Runner, Shared, cache_among
 
 FLAGS = ("gradient_checkpointing", "activation_checkpointing")
-ABSENT = object()
 
 
-class Forward:
-    """A forward in front of a module's own, set on the instance. Copied and pickled as what stood there before."""
+class Forward(ForwardInFront):
+    """Gives a module's calls to the runner of its block."""
 
     def __init__(self, module: torch.nn.Module, runner: Runner, before: Any) -> None:
-        """
-        Args:
-            module: whose forward this is; not kept alive by it.
-            runner: of the block.
-            before: what the instance had under the same name, or `ABSENT`.
-        """
-        self._module = weakref.ref(module)
-        self.before = before
+        super().__init__(module, before)
         self._runner = runner
         self._gone = False
-        own = before if before is not ABSENT else module.forward
-        with contextlib.suppress(TypeError, ValueError):
-            self.__signature__ = inspect.signature(own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert module is not None
+        module = self.module()
         own = self.before
         if own is ABSENT:
             own = type(module).forward  # asked for each time, for FSDP2 changes the class
@@ -55,19 +41,6 @@ class Forward:
     def detach(self) -> None:
         """Calls through from now on, for where somebody has put a forward of theirs in front and holds this one."""
         self._gone = True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        import copy
-
-        if self.before is not ABSENT:
-            return copy.deepcopy(self.before, memo)
-        module = self._module()
-        return getattr(memo.get(id(module), module), "forward")  # noqa: B009 - the class's, bound to the copy
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.before is not ABSENT:
-            return functools.partial, (self.before,)
-        return getattr, (self._module(), "forward")
 
 
 class BlockHandle(ABC):
